@@ -1,0 +1,18 @@
+"""ONNX in and out: load transformers as torch modules whose attention is recognised."""
+
+from .load import ModelInfo, OnnxModule, Oracle, inspect, load
+from .ops import attention, attention_average, attention_scores, attention_weights
+from .simplify import Attention
+
+__all__ = [
+    "Attention",
+    "ModelInfo",
+    "OnnxModule",
+    "Oracle",
+    "attention",
+    "attention_average",
+    "attention_scores",
+    "attention_weights",
+    "inspect",
+    "load",
+]

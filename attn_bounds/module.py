@@ -1,0 +1,214 @@
+"""`BoundedModule`: a drop-in for auto_LiRPA's, with the attention operators and what they need."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import lirpa
+from .lirpa import BoundConv, BoundedModule as LirpaModule, BoundLinear, BoundMatMul, BoundReshape, BoundTranspose
+from .operators.attention import BoundAttentionOperator, operators
+from .operators.input import BehindInputBox
+from .operators.repairs import repairs
+
+ALPHA_METHODS = ("alpha-crown", "crown-optimized")
+Bounds = tuple[Tensor, Tensor]
+
+
+class NodeStore:
+    """Per-node data that outlives auto_LiRPA's own: it clears its nodes whenever an input is set.
+
+    Keyed by the perturbed input; data of another input is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._data: dict[str, dict[str, Any]] = {}
+
+    @staticmethod
+    def key(x: Sequence[Any]) -> Any:
+        parts: list[Any] = []
+        for t in x:
+            ptb = getattr(t, "ptb", None)
+            tensors = [t, *(getattr(ptb, n, None) for n in ("x_L", "x_U", "eps"))]
+            parts.append(getattr(ptb, "norm", None))
+            for v in tensors:
+                parts.append(v.detach().cpu().numpy().tobytes() if isinstance(v, Tensor) else v)
+        return parts
+
+    def of(self, x: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        """Data for this input by node name; empty for an input not seen last."""
+        key = self.key(x)
+        if key != self._key:
+            self._key, self._data = key, {}
+        return self._data
+
+
+class BoundedModule(LirpaModule):  # type: ignore[misc]
+    """auto_LiRPA's `BoundedModule` with attention operators of ours; same arguments, same methods.
+
+    Differences: options that the operators need are set (those given in `bound_opts` win); operators of
+    auto_LiRPA that are unsound in the installed version are repaired; where a nonlinear operator would meet
+    an l1/l2 input directly, an identity with a correct box stands in between; `compute_bounds` accepts the
+    method `alpha-crown`, which pays for the intermediate bounds once and optimises for the final node only;
+    a failed run leaves the module usable.
+
+    Arguments:
+        model: torch module; its attention in terms of `onnx_export.attention` or loaded by
+            `onnx_export.load`.
+        global_input: example input(s), (batch, …) each.
+        bound_opts: options for auto_LiRPA; `attention_relaxation` ("lse", "key") is ours.
+        custom_ops: further operators by node kind.
+    """
+
+    OPTIMIZE = lirpa.OPTIMIZE
+    OWN_ALPHA = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        global_input: Any,
+        bound_opts: dict[str, Any] | None = None,
+        device: Any = "auto",
+        verbose: bool = False,
+        custom_ops: dict[str, Any] | None = None,
+    ) -> None:
+        replaced, self_stock = repairs()
+        opts = {**lirpa.OPTIONS, **copy.deepcopy(bound_opts or {})}
+        opts["optimize_bound_args"] = {**self.OPTIMIZE, **opts.get("optimize_bound_args", {})}
+        ops = {**replaced, **operators(), **(custom_ops or {})}
+        example = global_input[0] if isinstance(global_input, (tuple, list)) else global_input
+        training = model.training
+        with lirpa.tracing(), lirpa.default_dtype(example.dtype), torch.no_grad():
+            super().__init__(model.eval(), global_input, opts, device, verbose, ops)
+            if self._nonlinear_on_input():
+                for name in list(self.__dict__):
+                    del self.__dict__[name]
+                super().__init__(BehindInputBox(model).eval(), global_input, opts, device, verbose, ops)
+        model.train(training)
+        object.__setattr__(self, "store", NodeStore())
+        object.__setattr__(self, "stock_name", self_stock)
+        object.__setattr__(self, "dtype", example.dtype)
+        self.eval()
+
+    def _nonlinear_on_input(self) -> bool:
+        """Whether some input reaches anything but linear layers (through reshapes at most)."""
+        todo = [n for n in self._modules.values() if type(n).__name__ == "BoundInput"]
+        while todo:
+            node = todo.pop()
+            for name in node.output_name:
+                consumer = self._modules[name]
+                if isinstance(consumer, (BoundReshape, BoundTranspose)):
+                    todo.append(consumer)
+                elif not isinstance(consumer, (BoundLinear, BoundConv, BoundMatMul)):
+                    return True
+                elif any(getattr(i, "from_input", False) for i in consumer.inputs[1:]):
+                    return True
+        return False
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As torch's; never empty, since 0.3 takes its dtype from the first one."""
+        found = False
+        for parameter in super().parameters(recurse):
+            found = True
+            yield parameter
+        if not found and lirpa.is_old():
+            yield nn.Parameter(torch.zeros((), dtype=torch.get_default_dtype()), requires_grad=False)
+
+    def attention_nodes(self) -> list[Any]:
+        """The operators of ours in the graph, in order."""
+        return [n for n in self._modules.values() if isinstance(n, BoundAttentionOperator)]
+
+    def compute_bounds(self, x: Any = None, C: Any = None, method: Any = "backward", **kwargs: Any) -> Any:
+        """As auto_LiRPA's; `method` may also be `alpha-crown`.
+
+        Arguments:
+            x: tuple of inputs, `BoundedTensor`s where perturbed, (batch, …).
+            C: (batch, spec, outputs) functionals of the output, or None for the outputs themselves.
+
+        Returns:
+            lower and upper bounds (batch, spec).
+        """
+        if isinstance(x, Tensor):
+            x = (x,)
+        name = str(method).lower()
+        try:
+            with lirpa.default_dtype(self.dtype):
+                if name in ALPHA_METHODS:
+                    if self.OWN_ALPHA and kwargs.get("final_node_name") is None and x is not None:
+                        return self._alpha_crown(x, C, **kwargs)
+                    method = "CROWN-Optimized"
+                result = super().compute_bounds(x=x, C=C, method=method, **kwargs)
+                if x is not None and name in ("crown", "backward") and not kwargs.get("IBP"):
+                    self._remember(x)
+                return result
+        finally:
+            self._reset_stages()
+
+    def _reset_stages(self) -> None:
+        # a failed optimised run leaves its stage behind, and the next call dies on it
+        for node in self._modules.values():
+            if getattr(node, "opt_stage", None) is not None:
+                node.opt_stage = None
+
+    def _remember(self, x: Sequence[Any]) -> None:
+        data = self.store.of(x)
+        for node in self._modules.values():
+            lower, upper = getattr(node, "lower", None), getattr(node, "upper", None)
+            if node.perturbed and isinstance(lower, Tensor) and isinstance(upper, Tensor) and node.inputs:
+                if lower.shape == node.output_shape:
+                    data.setdefault(node.name, {})["bounds"] = (lower.detach(), upper.detach())
+        data.pop(self.final_name, None)
+
+    def intermediate_bounds(self, x: Sequence[Any]) -> dict[str, Bounds]:
+        """Bounds of the nodes that relaxations need, from the last CROWN pass on this input (else empty)."""
+        return {n: d["bounds"] for n, d in self.store.of(x).items() if "bounds" in d}
+
+    def _alpha_crown(
+        self, x: Sequence[Any], C: Any, bound_lower: bool = True, bound_upper: bool = True, **kwargs: Any
+    ) -> Any:
+        argument = lirpa.interm_bounds_argument()
+        given = dict(kwargs.pop(argument, None) or self.intermediate_bounds(x))
+        sides = {"bound_lower": bound_lower, "bound_upper": bound_upper}
+        with torch.no_grad():
+            activations = [n for n in self._modules.values() if getattr(n, "optimizable", hasattr(n, "alpha"))]
+            activations = [n for n in activations if hasattr(n, "opt_init")]
+            for node in activations:
+                node.opt_init()
+            plain = super().compute_bounds(x=x, C=C, method="CROWN", **sides, **{argument: given or None}, **kwargs)
+            if not given:
+                self._remember(x)
+                given = self.intermediate_bounds(x)
+            size = self.final_node().output_shape[1:].numel() if C is None else C.shape[1]
+            for node in activations:
+                if node.perturbed and getattr(node, "used", True):
+                    node.init_opt_parameters([(self.final_name, size, None, True)][:1])
+        args = self.bound_opts["optimize_bound_args"]
+        saved = args.get("init_alpha", True)
+        args["init_alpha"] = False
+        try:
+            best = super().compute_bounds(
+                x=x, C=C, method="CROWN-Optimized", **sides, **{argument: given}, **kwargs
+            )
+        finally:
+            args["init_alpha"] = saved
+        # optimisation starts from the plain bound and must not end below it
+        lower, upper = (
+            None if a is None or b is None else pick(a.detach(), b)
+            for a, b, pick in zip(best[:2], plain[:2], (torch.maximum, torch.minimum), strict=True)
+        )
+        return lower, upper
+
+
+class StockModule(BoundedModule):
+    """auto_LiRPA's own operators and α-CROWN on a decomposed model: what ours is compared with.
+
+    Only `operators.repairs` and the identity behind l1/l2 inputs are added, so that its bounds are bounds.
+    """
+
+    OPTIMIZE = lirpa.STOCK_OPTIMIZE
+    OWN_ALPHA = False

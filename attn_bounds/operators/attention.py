@@ -1,0 +1,388 @@
+"""Bound operators of one attention unit: Scores(Q, K), Weights(S), Average(S, P, V).
+
+Each offers interval bounds, a backward pass (CROWN) and a forward pass. The backward pass is written once,
+for lower bounds; an upper bound of a functional is minus the lower bound of its negative.
+
+Relaxations of the unit (option `attention_relaxation`):
+
+* `lse` (default): log-sum-exp planes of the softmax and McCormick planes of the two products;
+* `key`: the only slope is `P dV`, the rest is an exact range (theory.md, section 5).
+
+During α-CROWN both are mixed, and mixing weights, tangent points and row shifts are optimised. α exists for
+the final node only: intermediate bounds keep the defaults.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..lirpa import BoundOptimizableActivation, LinearBound
+from ..sensitivity.bilinear import product_lower_plane, product_range
+from ..sensitivity.softmax import (
+    average_range,
+    key_lower_plane,
+    log_probability_box,
+    probability_box,
+    softmax_planes,
+    weights_lower_plane,
+)
+
+
+def _box(node: Any) -> tuple[Tensor, Tensor]:
+    """Bounds of an input node; those of an unperturbed one are its value."""
+    if node.perturbed:
+        return node.lower, node.upper
+    value = node.forward_value if getattr(node, "forward_value", None) is not None else node.value
+    return value, value
+
+
+def _fit(a: Tensor | None, node: Any) -> Tensor | None:
+    """Sum coefficients over the dimensions along which the input was broadcast; None if not perturbed."""
+    if a is None or not node.perturbed:
+        return None
+    shape = (a.shape[0], a.shape[1], *node.output_shape[1:])
+    return a if a.shape == shape else a.sum_to_size(shape)
+
+
+class BoundAttentionOperator(BoundOptimizableActivation):  # type: ignore[misc]
+    """What the three operators share: both sides from one lower plane, and the α of the final node.
+
+    A subclass gives `requires_input_bounds`, `interval_propagate`, `bound_forward`, `lower_plane` and
+    `alpha_shape`.
+    """
+
+    alpha_batch_dim = 2  # read by 0.3; α is (2, spec, batch, …): for lower and for upper bounds
+
+    def __init__(self, attr: Any, inputs: Any, output_index: int, options: Any) -> None:
+        super().__init__(attr, inputs, output_index, options)
+        self.alpha_batch_dim = 2
+        self.splittable = self.use_default_ibp = self.ibp_intermediate = False
+        self.optimizable = True
+        self.alpha: OrderedDict[str, Tensor] = OrderedDict()
+        self.final_start: str | None = None  # name of the node whose α is kept; set by our BoundedModule
+        self.options = options or {}
+
+    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+        """Lower bound of the functional `a` (spec, batch, *shape): one coefficient per input, and the bias."""
+        raise NotImplementedError
+
+    def alpha_shape(self) -> tuple[int, ...]:
+        """Shape of α for one functional of one sample."""
+        raise NotImplementedError
+
+    def bound_backward(
+        self, last_lA: Any, last_uA: Any, *x: Any, start_node: Any = None, **kwargs: Any
+    ) -> tuple[list[tuple[Tensor | None, Tensor | None]], Any, Any]:
+        alpha = None
+        if self.opt_stage in ("opt", "reuse") and start_node is not None:
+            alpha = self.alpha.get(start_node.name)
+        none: list[Tensor | None] = [None] * len(x)
+        lower, lower_bias = none, 0
+        upper, upper_bias = none, 0
+        if last_lA is not None:
+            lower, lower_bias = self.lower_plane(last_lA, None if alpha is None else alpha[0])
+        if last_uA is not None:
+            negated, bias = self.lower_plane(-last_uA, None if alpha is None else alpha[1])
+            upper, upper_bias = [None if c is None else -c for c in negated], -bias
+        return list(zip(lower, upper, strict=True)), lower_bias, upper_bias
+
+    def init_opt_parameters(self, start_nodes: list[Any]) -> None:
+        self.alpha = OrderedDict()
+        wanted = self.final_start or start_nodes[-1][0]
+        for name, size, *_ in start_nodes:
+            if name != wanted:
+                continue
+            count = int(torch.Size(size).numel()) if isinstance(size, (torch.Size, list, tuple)) else int(size)
+            batch = next(i.lower.shape[0] for i in self.inputs if i.perturbed)
+            ref = next(i.lower for i in self.inputs if i.perturbed)
+            self.alpha[name] = torch.full(
+                (2, count, batch, *self.alpha_shape()), 0.5, dtype=ref.dtype, device=ref.device
+            ).requires_grad_()
+
+    def clip_alpha(self) -> None:
+        for alpha in self.alpha.values():
+            alpha.data.clamp_(0.0, 1.0)
+
+    clip_alpha_ = clip_alpha  # the name that 0.3 calls
+
+    def infer_batch_dim(self, batch_size: int, *x: Any) -> int:
+        return 0
+
+    def get_split_mask(self, lower: Tensor, upper: Tensor, input_index: int) -> Tensor:
+        return torch.zeros_like(lower, dtype=torch.bool)
+
+
+def _forward_bounds(node: Any, bound: Any) -> tuple[Any, Any, Tensor, Tensor]:
+    """(lw, uw, lb, ub) of an input in forward mode; constants have no coefficients."""
+    if node.perturbed:
+        return bound.lw, bound.uw, bound.lb, bound.ub
+    value = _batched(node)[0]
+    return None, None, value, value
+
+
+def _batched(node: Any) -> tuple[Tensor, Tensor]:
+    """`_box` with a batch dimension in front (constants may lack it)."""
+    low, high = _box(node)
+    return (low, high) if node.batch_dim == 0 else (low.unsqueeze(0), high.unsqueeze(0))
+
+
+def _signed_product(c: Tensor, lower: Tensor, upper: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
+    """Lower bound of a product with the constant c, given lower and upper bounds of the other factor."""
+    return multiply(c.clamp(min=0.0), lower) + multiply(c.clamp(max=0.0), upper)
+
+
+def _forward_product(
+    x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor], xb: Any, yb: Any, transpose_y: bool
+) -> tuple[Any, Any, Tensor, Tensor]:
+    """Forward bounds of `X Yᵀ` from boxes x, y and linear bounds xb, yb (midpoint McCormick planes).
+
+    With `transpose_y` the linear bounds yb are those of Yᵀ's transpose as stored, (…, m, k).
+    """
+    x_c, y_c = (x[0] + x[1]) / 2, (y[0] + y[1]) / 2
+    spread = ((x[1] - x[0]) / 2) @ ((y[1] - y[0]) / 2).mT
+    const = x_c @ y_c.mT
+
+    def right(c: Tensor, v: Tensor) -> Tensor:  # dX Y₀ᵀ
+        return v @ c.mT
+
+    def left(c: Tensor, v: Tensor) -> Tensor:  # X₀ dYᵀ
+        return c @ (v.mT if transpose_y else v)
+
+    def side(sign: int) -> tuple[Any, Tensor]:
+        (x_lw, x_uw, x_lb, x_ub), (y_lw, y_uw, y_lb, y_ub) = xb, yb
+        if sign < 0:
+            x_lw, x_uw, x_lb, x_ub = x_uw, x_lw, x_ub, x_lb
+            y_lw, y_uw, y_lb, y_ub = y_uw, y_lw, y_ub, y_lb
+        w: Any = None
+        if x_lw is not None:
+            w = _signed_product(y_c.unsqueeze(1), x_lw, x_uw, right)
+        if y_lw is not None:
+            v = _signed_product(x_c.unsqueeze(1), y_lw, y_uw, left)
+            w = v if w is None else w + v
+        b = _signed_product(y_c, x_lb, x_ub, right) + _signed_product(x_c, y_lb, y_ub, left)
+        return w, b - const - sign * spread
+
+    lw, lb = side(+1)
+    uw, ub = side(-1)
+    return lw, uw, lb, ub
+
+
+class BoundAttentionScores(BoundAttentionOperator):
+    """`S = scale · Q Kᵀ + mask`; inputs Q (batch, …, n, dk), K (batch, …, m, dk), constant mask."""
+
+    def __init__(self, attr: Any, inputs: Any, output_index: int, options: Any) -> None:
+        super().__init__(attr, inputs, output_index, options)
+        self.scale = float(attr["scale"])
+        self.requires_input_bounds = [0, 1]
+
+    def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.scale * (q @ k.mT)
+        return scores if mask is None else scores + mask
+
+    def _mask(self) -> Tensor | None:
+        return _box(self.inputs[2])[0] if len(self.inputs) > 2 else None
+
+    def alpha_shape(self) -> tuple[int, ...]:
+        return tuple(self.output_shape[1:])
+
+    def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
+        (q_l, q_u), (k_l, k_u) = v[0][:2], v[1][:2]
+        s = self.scale
+        # |scale| moves into Q; a negative scale swaps Q's ends
+        q_l, q_u = (s * q_l, s * q_u) if s >= 0 else (s * q_u, s * q_l)
+        if q_l is q_u or k_l is k_u or not (self.inputs[0].perturbed and self.inputs[1].perturbed):
+            q_c, k_c = (q_l + q_u) / 2, (k_l + k_u) / 2
+            q_r, k_r = (q_u - q_l) / 2, (k_u - k_l) / 2
+            mid, rad = q_c @ k_c.mT, q_r @ k_c.abs().mT + q_c.abs() @ k_r.mT
+            lower, upper = mid - rad, mid + rad
+        else:
+            lower, upper = product_range(q_l, q_u, k_l, k_u)
+        if len(v) > 2:
+            lower, upper = lower + v[2][0], upper + v[2][0]
+        return lower, upper
+
+    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+        q, k = self.inputs[:2]
+        scaled = self.scale * a
+        bias: Tensor | float = 0.0
+        if q.perturbed and k.perturbed:
+            plane = product_lower_plane(scaled, *_box(q), *_box(k), 0.5 if alpha is None else alpha)
+            coefficients, bias = [_fit(plane.x, q), _fit(plane.y, k)], plane.bias
+        elif q.perturbed:
+            coefficients = [_fit(scaled @ _box(k)[0], q), None]
+        else:
+            coefficients = [None, _fit(scaled.mT @ _box(q)[0], k)]
+        if (mask := self._mask()) is not None:
+            bias = bias + (a * mask).flatten(2).sum(-1)
+            coefficients.append(None)
+        if not isinstance(bias, Tensor):
+            bias = torch.zeros(a.shape[:2], dtype=a.dtype, device=a.device)
+        return coefficients, bias
+
+    def bound_forward(self, dim_in: int, *x: Any) -> Any:
+        q, k = self.inputs[:2]
+        lw, uw, lb, ub = _forward_product(
+            _batched(q), _batched(k), _forward_bounds(q, x[0]), _forward_bounds(k, x[1]), transpose_y=True
+        )
+        s = self.scale
+        if s < 0:
+            lw, uw, lb, ub = uw, lw, ub, lb
+        lb, ub = s * lb, s * ub
+        if (mask := self._mask()) is not None:
+            lb, ub = lb + mask, ub + mask
+        return LinearBound(None if lw is None else s * lw, lb, None if uw is None else s * uw, ub)
+
+
+class BoundAttentionWeights(BoundAttentionOperator):
+    """`P = softmax(S)` over the last axis."""
+
+    def __init__(self, attr: Any, inputs: Any, output_index: int, options: Any) -> None:
+        super().__init__(attr, inputs, output_index, options)
+        self.requires_input_bounds = [0]
+
+    def forward(self, s: Tensor) -> Tensor:
+        return torch.softmax(s, -1)
+
+    def alpha_shape(self) -> tuple[int, ...]:
+        shape = tuple(self.output_shape[1:])
+        return (*shape[:-1], shape[-1] + 1)  # tangent point per key, and the row's shift
+
+    def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
+        return probability_box(*v[0][:2])
+
+    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+        lower, upper = _box(self.inputs[0])
+        box = log_probability_box(lower, upper)
+        if alpha is None:
+            planes, shift = softmax_planes(lower, upper, log_box=box), 1.0
+        else:
+            centre = lower + alpha[..., :-1] * (upper - lower)
+            planes, shift = softmax_planes(lower, upper, centre, box), 2.0 * alpha[..., -1:]
+        plane = weights_lower_plane(a, planes, shift)
+        return [_fit(plane.scores, self.inputs[0])], plane.bias
+
+    def bound_forward(self, dim_in: int, *x: Any) -> Any:
+        planes = softmax_planes(*_box(self.inputs[0]))
+        lw, uw, lb, ub = _forward_bounds(self.inputs[0], x[0])
+
+        def combine(own: Tensor, factor: Tensor, row: Tensor, low: Tensor, high: Tensor) -> Tensor:
+            # own_k s_k − factor_k Σ_j row_j s_j, from below; row and factor are not negative
+            diagonal = own - factor * row
+            others = (row * high).sum(-1, keepdim=True) - row * high
+            return diagonal.clamp(min=0.0) * low + diagonal.clamp(max=0.0) * high - factor * others
+
+        def lift(t: Tensor) -> Tensor:
+            return t.unsqueeze(1)
+
+        p = planes
+        low_args = p.low_own, p.low_others, p.chord
+        high_args = p.high_own, p.high_own, p.weights
+
+        def at_centre(own: Tensor, factor: Tensor, row: Tensor) -> Tensor:
+            return own * p.centre - factor * (row * p.centre).sum(-1, keepdim=True)
+
+        new_lb = combine(*low_args, lb, ub) - at_centre(*low_args) + p.low
+        new_ub = combine(*high_args, ub, lb) - at_centre(*high_args) + p.high
+        new_lw = None if lw is None else combine(*map(lift, low_args), lw, uw)
+        new_uw = None if uw is None else combine(*map(lift, high_args), uw, lw)
+        return LinearBound(new_lw, new_lb, new_uw, new_ub)
+
+
+class BoundAttentionAverage(BoundAttentionOperator):
+    """`O = P V`; inputs S, P = softmax(S) (batch, …, n, m) and V (batch, …, m, dv).
+
+    P's bounds are what the backward pass found for it, intersected with the exact range from S's box.
+    """
+
+    def __init__(self, attr: Any, inputs: Any, output_index: int, options: Any) -> None:
+        super().__init__(attr, inputs, output_index, options)
+        self.requires_input_bounds = [0, 1, 2]
+        self.relaxation = self.options.get("attention_relaxation", "lse")
+        if self.relaxation not in ("lse", "key"):
+            raise ValueError(f"attention_relaxation must be 'lse' or 'key', not {self.relaxation!r}")
+
+    def forward(self, s: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        return p @ v
+
+    def alpha_shape(self) -> tuple[int, ...]:
+        shape = tuple(self.output_shape[1:])
+        return (*shape[:-1], shape[-1] + 1)  # mix of planes per output, and the row's weight of lse against key
+
+    def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
+        return average_range(*v[0][:2], *v[2][:2], p_box=v[1][:2])
+
+    def _p_box(self) -> tuple[Tensor, Tensor]:
+        s, p = self.inputs[:2]
+        if not p.perturbed:
+            return _box(p)
+        low, high = probability_box(*_box(s))
+        return torch.maximum(low, p.lower).clamp(max=1.0), torch.minimum(high, p.upper).clamp(min=0.0)
+
+    def _lse(self, a: Tensor, mix: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Coefficients on P and V, and bias."""
+        p, v = self.inputs[1:]
+        zero = torch.zeros(a.shape[:2], dtype=a.dtype, device=a.device)
+        if not p.perturbed:
+            return None, _fit(_box(p)[0].mT @ a, v), zero
+        if not v.perturbed:
+            return _fit(a @ _box(v)[0].mT, p), None, zero
+        v_l, v_u = _box(v)
+        plane = product_lower_plane(a, *self._p_box(), v_l.mT, v_u.mT, mix)
+        return _fit(plane.x, p), _fit(plane.y.mT, v), plane.bias
+
+    def _key(self, a: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Coefficients on V, and bias."""
+        s, v = self.inputs[0], self.inputs[2]
+        plane = key_lower_plane(a, *_box(s), *_box(v))
+        if v.perturbed:
+            return _fit(plane.values, v), plane.bias
+        return None, plane.bias + (plane.values * _box(v)[0]).flatten(2).sum(-1)
+
+    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+        s, p, v = self.inputs
+        if alpha is None or not (p.perturbed and v.perturbed):
+            if self.relaxation == "lse" or not p.perturbed:
+                on_p, on_v, bias = self._lse(a, 0.5)
+                return [None, on_p, on_v], bias
+            on_v, bias = self._key(a)
+            return [None, None, on_v], bias
+        # both relaxations are positively homogeneous: weighing them is splitting the functional
+        weight = alpha[..., -1:] if self.relaxation == "key" else (2.0 * alpha[..., -1:]).clamp(max=1.0)
+        on_p, on_v, bias = self._lse(a * weight, alpha[..., :-1])
+        key_v, key_bias = self._key(a * (1.0 - weight))
+        assert on_v is not None and key_v is not None  # V is perturbed
+        return [None, on_p, on_v + key_v], bias + key_bias
+
+    def bound_forward(self, dim_in: int, *x: Any) -> Any:
+        _, p, v = self.inputs
+        v_l, v_u = _batched(v)
+        p_box = self._p_box() if p.perturbed else _batched(p)
+        lw, uw, lb, ub = _forward_product(
+            p_box, (v_l.mT, v_u.mT), _forward_bounds(p, x[1]), _forward_bounds(v, x[2]), transpose_y=False
+        )
+        return LinearBound(lw, lb, uw, ub)
+
+
+def operators() -> dict[str, Any]:
+    """The operators of this package by node kind, for `custom_ops`."""
+    from .input import KIND, BoundInputBox
+
+    return {
+        "attn_bounds::AttentionScores": BoundAttentionScores,
+        "attn_bounds::AttentionWeights": BoundAttentionWeights,
+        "attn_bounds::AttentionAverage": BoundAttentionAverage,
+        KIND: BoundInputBox,
+    }
+
+
+__all__ = [
+    "BoundAttentionAverage",
+    "BoundAttentionScores",
+    "BoundAttentionWeights",
+    "operators",
+]

@@ -1,0 +1,66 @@
+"""auto_LiRPA's own operators with what is unsound in them put right, and nothing else.
+
+`stock-*` methods use these, so that the comparison is with auto_LiRPA's relaxations and not with its bugs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import lirpa
+from ..lirpa import BoundReduceMax, BoundSoftmax
+from ..sensitivity.softmax import probability_box, softmax_planes
+
+
+class RepairedReduceMax(BoundReduceMax):  # type: ignore[misc]
+    """0.3 scatters the coefficients of the first functional only.
+
+    The maximum is a shift in front of a softmax, any fixed entry serves: backward and interval bounds both
+    use the entry that is largest at the centre.
+    """
+
+    def bound_backward(self, last_lA: Any, last_uA: Any, *x: Any, **kwargs: Any) -> Any:
+        def one(a: Tensor | None) -> Tensor | None:
+            if a is None:
+                return None
+            index = self.indices
+            if not self.keepdim:
+                a, index = a.unsqueeze(self.axis + 1), index.unsqueeze(self.axis)
+            shape = list(a.shape)
+            shape[self.axis + 1] = self.input_shape[self.axis]
+            index = index.unsqueeze(0).expand(a.shape)
+            return torch.zeros(shape, dtype=a.dtype, device=a.device).scatter(self.axis + 1, index, a)
+
+        return [(one(last_lA), one(last_uA))], 0, 0
+
+    def interval_propagate(self, *v: Any) -> Any:
+        index = self.indices if self.keepdim else self.indices.unsqueeze(self.axis)
+        low, high = (b.gather(self.axis, index) for b in v[0][:2])
+        return (low, high) if self.keepdim else (low.squeeze(self.axis), high.squeeze(self.axis))
+
+
+class RepairedSoftmax(BoundSoftmax):  # type: ignore[misc]
+    """0.7.1 subtracts nearly equal numbers in the interval and adds 1e-8 inside logarithms."""
+
+    def interval_propagate(self, *v: Any) -> Any:
+        low, high = (b.transpose(self.axis, -1) for b in v[0][:2])
+        lower, upper = probability_box(low, high)
+        return lower.transpose(self.axis, -1), upper.transpose(self.axis, -1)
+
+    def _softmax_lse_upper(
+        self, lb_p: Tensor, ub_p: Tensor, x0_p: Tensor, sm_x0: Tensor, *rest: Any
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        planes = softmax_planes(lb_p, ub_p, x0_p)
+        own = planes.high_own
+        bias = planes.high - own * x0_p + own * (planes.weights * x0_p).sum(-1, keepdim=True)
+        return (own, own, planes.weights), bias
+
+
+def repairs() -> tuple[dict[str, Any], str]:
+    """Replacements by node kind for the installed version, and the words that say so in results."""
+    if lirpa.is_old():
+        return {"onnx::ReduceMax": RepairedReduceMax}, f"stock {lirpa.version()}, ReduceMax repaired"
+    return {"onnx::Softmax": RepairedSoftmax}, f"stock {lirpa.version()}, Softmax intervals repaired"

@@ -1,0 +1,840 @@
+"""What is to be certified: input sets, output specifications, and VNN-LIB 1.0 files that hold both."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import math
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_bounds.errors import InputError
+
+MAX_GROUPS = 5000  # k-subsets that Specification.top_k writes out
+MAX_BRANCHES = 20_000  # branches of the disjunctive normal form of one VNN-LIB file
+MAX_DEPTH = 100  # nesting of brackets in a VNN-LIB file
+
+
+# ---------------------------------------------------------------------------------------------------------
+# input sets
+
+
+def _round_down(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Largest values of `dtype` that are <= x (float64)."""
+    y = x.to(dtype)
+    return torch.where(y.double() > x, torch.nextafter(y, torch.full_like(y, -math.inf)), y)
+
+
+def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return -_round_down(-x, dtype)
+
+
+def _add_down(a: Tensor, b: float) -> Tensor:
+    """Lower bound of the exact a + b, at most one unit in the last place below it (float64)."""
+    s = a + b
+    t = s - a  # two-sum of Knuth: s + error is exactly a + b
+    error = (a - (s - t)) + (b - t)
+    return torch.where(error < 0, torch.nextafter(s, torch.full_like(s, -math.inf)), s)
+
+
+def _clamp_inside(x: Tensor, lower: Tensor, upper: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (float64) clamped to [lower, upper] (float64) and rounded to `dtype` without leaving it.
+
+    Where no number of `dtype` lies between the limits the result is one of its two neighbours."""
+    y = x.clamp(lower, upper).to(dtype)
+    infinity = torch.full_like(y, math.inf)
+    y = torch.where(y.double() < lower, torch.nextafter(y, infinity), y)
+    return torch.where(y.double() > upper, torch.nextafter(y, -infinity), y)
+
+
+def _scale_to_radius(size: Tensor, room: Tensor, eps: float) -> Tensor:
+    """Per row the largest t with ||min(t * size, room)||_2 <= eps, exact by sorting the break points.
+
+    size, room: (rows, n), both >= 0, room may be inf. Returns (rows, 1), at most 1e300."""
+    room = torch.where(size > 0, room, torch.zeros_like(room))
+    ratio = torch.where(size > 0, room / size, torch.zeros_like(room))  # the t at which each one saturates
+    ratio, order = ratio.sort(dim=1)
+    room2, size2 = room.gather(1, order).square(), size.gather(1, order).square()
+    saturated = torch.cat([torch.zeros_like(room2[:, :1]), room2.cumsum(1)], 1)  # by number of saturated ones
+    free = torch.cat([size2.flip(1).cumsum(1).flip(1), torch.zeros_like(size2[:, :1])], 1)
+    at_break = saturated[:, :-1] + (ratio.square() * free[:, :-1]).nan_to_num(nan=math.inf, posinf=math.inf)
+    count = (at_break < eps * eps).sum(1, keepdim=True)
+    t = ((eps * eps - saturated.gather(1, count)).clamp(min=0) / free.gather(1, count)).sqrt()
+    return t.nan_to_num(nan=1e300, posinf=1e300).clamp(max=1e300)
+
+
+def _soft_threshold(size: Tensor, room: Tensor, eps: float) -> Tensor:
+    """min(max(size - t, 0), room) with the smallest t >= 0 per row at which it sums to at most eps.
+
+    size, room: (rows, n), both >= 0, room may be inf."""
+    low = torch.zeros_like(size[:, :1])
+    high = size.amax(1, keepdim=True)
+    for _ in range(60):
+        t = (low + high) / 2
+        fits = torch.minimum((size - t).clamp(min=0), room).sum(1, keepdim=True) <= eps
+        low, high = torch.where(fits, low, t), torch.where(fits, t, high)
+    return torch.minimum((size - high).clamp(min=0), room)  # the end of the bracket that fits
+
+
+@dataclass(frozen=True, eq=False)
+class InputSet:
+    """A set of inputs of one model input: a box, or an l1 or l2 ball, optionally cut by elementwise limits.
+
+    center: (1, *features), float32 or float64, finite; for norm inf it need not lie in a clipped box.
+    norm: 1.0, 2.0 or inf.
+    eps: radius >= 0 in the units of the input; None for a box with its own widths.
+    lower, upper: (1, *features) like center. For norm inf they are the set: [center - eps, center + eps]
+        cut by the clip range, rounded outwards by less than one unit in the last place. For l1 and l2
+        they are None or a range that the ball is intersected with.
+
+    Raises InputError for a tensor or number that does not describe a non-empty set."""
+
+    center: Tensor
+    norm: float
+    eps: float | None
+    lower: Tensor | None = None
+    upper: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_values("center", self.center)
+        if self.norm not in (1, 2, math.inf):
+            raise InputError(f"norm {self.norm!r} is not known; use 1.0, 2.0 or math.inf")
+        object.__setattr__(self, "norm", float(self.norm))
+        if self.eps is None and self.norm != math.inf:
+            raise InputError(f"an l{self.norm:g} ball needs a radius eps")
+        if self.eps is not None:
+            if not 0 <= self.eps < math.inf:
+                raise InputError(f"eps is {self.eps}; it must be a finite number >= 0")
+            object.__setattr__(self, "eps", float(self.eps))
+        if (self.lower is None) != (self.upper is None):
+            raise InputError("lower and upper must be given both or neither")
+        if self.lower is None or self.upper is None:
+            if self.norm == math.inf:
+                raise InputError("a set of norm inf needs lower and upper; use InputSet.ball or InputSet.box")
+            return
+        for name, limit in (("lower", self.lower), ("upper", self.upper)):
+            if limit.shape != self.center.shape or limit.dtype != self.center.dtype:
+                raise InputError(
+                    f"{name} has shape {tuple(limit.shape)} and {limit.dtype}, "
+                    f"center {tuple(self.center.shape)} and {self.center.dtype}; they must agree"
+                )
+            # an l1 or l2 ball is bounded without its limits, so they may be infinite
+            if limit.isnan().any() or (self.norm == math.inf and limit.isinf().any()):
+                raise InputError(f"{name} has values that are not finite")
+        if (self.lower > self.upper).any():
+            first = int((self.lower > self.upper).flatten().nonzero()[0, 0])
+            low, high = self.lower.flatten()[first].item(), self.upper.flatten()[first].item()
+            raise InputError(f"empty box: element {first} has lower {low} > upper {high}")
+        outside = (self.center < self.lower) | (self.center > self.upper)
+        if self.norm != math.inf and outside.any():
+            raise InputError(
+                f"element {int(outside.flatten().nonzero()[0, 0])} of center lies outside the clip range; "
+                f"an l{self.norm:g} ball needs its centre inside"
+            )
+
+    @classmethod
+    def ball(
+        cls, center: Tensor, norm: float, eps: float, clip: tuple[float, float] | None = None
+    ) -> InputSet:
+        """All x with ||x - center||_norm <= eps, and clip[0] <= x <= clip[1] elementwise if clip is given.
+
+        center: (1, *features). Raises InputError as the class does, and for a clip range that is NaN or
+        empty, or that misses the ball."""
+        _check_values("center", center)
+        center = center.detach().clone()
+        low, high = (-math.inf, math.inf) if clip is None else (float(clip[0]), float(clip[1]))
+        if not low <= high:
+            raise InputError(f"clip {clip} is not a range; give (smallest, largest) allowed value")
+        if norm != math.inf or not 0 <= eps < math.inf:  # the second is refused by the class
+            if clip is None:
+                return cls(center, norm, eps)
+            full = torch.ones_like(center, dtype=torch.float64)
+            lower, upper = _round_down(low * full, center.dtype), _round_up(high * full, center.dtype)
+            return cls(center, norm, eps, lower, upper)
+        exact = center.double()
+        lower = _round_down(_add_down(exact, -eps).clamp(min=low), center.dtype)
+        upper = _round_up((-_add_down(-exact, -eps)).clamp(max=high), center.dtype)
+        return cls(center, norm, eps, lower, upper)
+
+    @classmethod
+    def box(cls, lower: Tensor, upper: Tensor) -> InputSet:
+        """All x with lower <= x <= upper elementwise; lower, upper: (1, *features), finite.
+
+        The centre is the midpoint. Raises InputError as the class does."""
+        _check_values("lower", lower)
+        _check_values("upper", upper)
+        if lower.shape != upper.shape or lower.dtype != upper.dtype:
+            raise InputError(
+                f"lower has shape {tuple(lower.shape)} and {lower.dtype}, "
+                f"upper {tuple(upper.shape)} and {upper.dtype}; they must agree"
+            )
+        lower, upper = lower.detach().clone(), upper.detach().clone()
+        middle = lower / 2 + upper / 2
+        return cls(torch.minimum(torch.maximum(middle, lower), upper), math.inf, None, lower, upper)
+
+    def to(self, dtype: torch.dtype) -> InputSet:
+        """The set in another floating-point type, never smaller than it was.
+
+        Limits are rounded outwards; eps grows by the distance that rounding moves the centre, if any."""
+        if dtype == self.center.dtype:
+            return self
+        center = self.center.to(dtype)
+        eps = self.eps
+        if eps is not None:
+            moved = self._length(center.double().flatten(1) - self.center.double().flatten(1)).item()
+            eps = math.nextafter(eps + moved, math.inf) if moved > 0 else eps
+        if self.lower is None or self.upper is None:
+            return InputSet(center, self.norm, eps)
+        lower, upper = _round_down(self.lower.double(), dtype), _round_up(self.upper.double(), dtype)
+        return InputSet(center, self.norm, eps, lower, upper)
+
+    def contains(self, x: Tensor, tol: float = 0.0) -> Tensor:
+        """Whether each row of x (rows, *features) is in the set, computed in float64; bool (rows,).
+
+        tol: absolute slack on the radius and on the limits. For norm inf only the limits count."""
+        z = self._rows(x)
+        inside = torch.ones(len(z), dtype=torch.bool, device=z.device)
+        if self.norm != math.inf and self.eps is not None:
+            inside &= self._length(z - self._center()) <= self.eps + tol
+        lower, upper = self._limits()
+        return inside & ((z >= lower - tol) & (z <= upper + tol)).all(1)
+
+    @torch.no_grad()
+    def project(self, x: Tensor) -> Tensor:
+        """Nearest points of the set in the l2 distance; x: (rows, *features), finite. Same shape and dtype.
+
+        The results satisfy `contains` with tol 0 and are at most eps from the centre in float64 arithmetic,
+        provided the centre is representable in the dtype of x (else up to its rounding)."""
+        z = self._rows(x)
+        center, (lower, upper) = self._center(), self._limits()
+        if self.norm == math.inf or self.eps is None:
+            y = _clamp_inside(z, lower, upper, x.dtype)
+            if self.eps is not None:
+                # the outward rounding of the limits can exceed eps by one unit in the last place
+                for _ in range(2):
+                    over = (y.double() - center).abs() > self.eps
+                    y = torch.where(over, torch.nextafter(y, center.to(x.dtype)), y)
+                y = _clamp_inside(y.double(), lower, upper, x.dtype)
+            return y.reshape(x.shape)
+
+        # Aim below eps by the worst rounding error of a sum of n terms, so that the distance is at most eps
+        # whatever the order in which somebody else adds it up.
+        target = self.eps * (1 - z.shape[1] * 2.0**-52)
+        delta = z.clamp(lower, upper) - center
+        inside = (delta == z - center).all(1) & (self._length(delta) <= target)
+        if inside.all():
+            return x.clone()
+        over = self._length(delta) > target
+        if over.any():
+            far = z[over] - center
+            size, room = far.abs(), self._room(far)
+            if self.norm == 2:
+                short = torch.minimum(_scale_to_radius(size, room, target).clamp(max=1) * size, room)
+            else:
+                short = _soft_threshold(size, room, target)
+            delta[over] = short.copysign(far)
+        y = self._at(delta, x.dtype)
+        for power in range(-30, 1):  # only a centre that x.dtype cannot represent needs this
+            over = self._length(y.double() - center) > self.eps
+            if not over.any():
+                break
+            y[over] = self._at(delta[over] * (1 - 2.0**power), x.dtype)
+        return torch.where(inside[:, None], x.flatten(1), y).reshape(x.shape)
+
+    @torch.no_grad()
+    def minimize_linear(self, gradient: Tensor) -> Tensor:
+        """Points of the set at which each linear function <gradient, x> is smallest, exact up to rounding.
+
+        gradient: (rows, *features), finite. Same shape and dtype; where a gradient is zero, the centre's
+        value (l1: the ball's budget is spent on the largest products of gradient first)."""
+        g = self._rows(gradient)
+        center = self._center()
+        if self.norm == math.inf or self.eps is None:
+            lower, upper = self._limits()
+            y = torch.where(g > 0, lower, torch.where(g < 0, upper, center))
+            return self.project(y.to(gradient.dtype).reshape(gradient.shape))
+        size, room = g.abs(), self._room(-g)
+        if self.norm == 2:
+            size = size / size.amax(1, keepdim=True).clamp(min=1e-300)  # squares must not underflow
+            step = torch.minimum(_scale_to_radius(size, room, self.eps) * size, room)
+        else:
+            room = room.clamp(max=self.eps)
+            order = size.argsort(dim=1, descending=True)
+            sorted_room = room.gather(1, order)
+            left = self.eps - (sorted_room.cumsum(1) - sorted_room)
+            spent = torch.minimum(left.clamp(min=0), sorted_room)
+            step = torch.zeros_like(size).scatter(1, order, spent) * (size > 0)
+        y = (center + step.copysign(-g)).to(gradient.dtype)
+        return self.project(y.reshape(gradient.shape))
+
+    def sample(self, k: int, generator: torch.Generator | None = None) -> Tensor:
+        """k points of the set, (k, *features) in the dtype of the centre.
+
+        Uniform in a box or in a ball without limits; with limits, uniform in the ball and then projected."""
+        center, (lower, upper) = self._center(), self._limits()
+        n = center.shape[1]
+        source = center.device if generator is None else generator.device
+
+        def uniform(*size: int) -> Tensor:
+            values = torch.rand(*size, dtype=torch.float64, generator=generator, device=source)
+            return values.to(center.device)
+
+        if self.norm == math.inf or self.eps is None:
+            y = lower + uniform(k, n) * (upper - lower)
+        elif self.norm == 2:
+            direction = torch.randn(k, n, dtype=torch.float64, generator=generator, device=source)
+            direction = direction.to(center.device)
+            direction /= direction.norm(dim=1, keepdim=True).clamp(min=1e-300)
+            y = center + self.eps * uniform(k, 1) ** (1 / n) * direction
+        else:
+            # n + 1 exponential variables over their sum are uniform on the simplex; dropping one fills it
+            parts = -torch.log1p(-uniform(k, n + 1))
+            parts = parts[:, :n] / parts.sum(1, keepdim=True).clamp(min=1e-300)
+            y = center + self.eps * parts * (2 * (uniform(k, n) < 0.5).double() - 1)
+        return self.project(y.to(self.center.dtype).reshape(k, *self.center.shape[1:]))
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """x as (rows, n) in float64."""
+        if x.shape[1:] != self.center.shape[1:] or x.dim() != self.center.dim():
+            raise InputError(
+                f"points of shape {tuple(x.shape)} do not fit the set; "
+                f"it needs (rows, {', '.join(map(str, self.center.shape[1:]))})"
+            )
+        return x.detach().flatten(1).double()
+
+    def _center(self) -> Tensor:
+        return self.center.double().flatten(1)
+
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        if self.lower is None or self.upper is None:
+            infinity = torch.full_like(self._center(), math.inf)
+            return -infinity, infinity
+        return self.lower.double().flatten(1), self.upper.double().flatten(1)
+
+    def _length(self, delta: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(delta, ord=self.norm, dim=1)
+
+    def _room(self, direction: Tensor) -> Tensor:
+        """How far each coordinate may move from the centre in the sign of `direction`, >= 0 or inf."""
+        center, (lower, upper) = self._center(), self._limits()
+        return torch.where(direction > 0, upper - center, center - lower)
+
+    def _at(self, delta: Tensor, dtype: torch.dtype) -> Tensor:
+        """center + delta in `dtype`, each coordinate rounded towards the centre and kept in the limits."""
+        center = self._center()
+        y = (center + delta).to(dtype)
+        over = (y.double() - center).abs() > delta.abs()
+        y = torch.where(over, torch.nextafter(y, center.to(dtype)), y)
+        return _clamp_inside(y.double(), *self._limits(), dtype)
+
+
+def _check_values(name: str, x: Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"{name} is {x.dtype}; it must be float32 or float64")
+    if x.dim() < 2 or x.shape[0] != 1 or x.numel() == 0:
+        raise InputError(f"{name} has shape {tuple(x.shape)}; it must be one input, (1, *features)")
+    if not x.isfinite().all():
+        raise InputError(f"{name} has values that are not finite")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# output specifications
+
+
+@dataclass(frozen=True, eq=False)
+class Specification:
+    """The unsafe outputs: y is unsafe iff for SOME group ALL its rows satisfy A y <= b.
+
+    A: (rows, outputs), on the flattened output. b: (rows,). groups: tuples of row numbers.
+
+    Raises InputError for shapes that do not fit, values that are not finite, and empty or wrong groups."""
+
+    A: Tensor
+    b: Tensor
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.A.dim() != 2 or self.b.shape != self.A.shape[:1]:
+            raise InputError(
+                f"A has shape {tuple(self.A.shape)} and b {tuple(self.b.shape)}; "
+                "they must be (rows, outputs) and (rows,)"
+            )
+        if not (self.A.isfinite().all() and self.b.isfinite().all()):
+            raise InputError("A or b has values that are not finite")
+        if not self.groups or not all(self.groups):
+            raise InputError("a specification needs at least one group, and each group at least one row")
+        rows = len(self.A)
+        if any(not 0 <= row < rows for group in self.groups for row in group):
+            raise InputError(f"a group names a row outside 0..{rows - 1}")
+
+    @classmethod
+    def classification(cls, label: int, classes: int, targets: Sequence[int] | None = None) -> Specification:
+        """Unsafe iff some other class (some class of `targets`, if given) has a logit >= the label's.
+
+        Rows are e_label - e_j, one group each, in increasing order of j, float64.
+        Raises InputError for a label or target that is no class, or a label among the targets."""
+        if not 0 <= label < classes:
+            raise InputError(f"label {label} is out of range; there are classes 0..{classes - 1}")
+        others = sorted(set(range(classes) if targets is None else targets))
+        if targets is None:
+            others.remove(label)
+        for j in others:
+            if not 0 <= j < classes or j == label:
+                raise InputError(f"target {j} must be a class 0..{classes - 1} other than the label {label}")
+        if not others:
+            raise InputError("there is no class to compare the label with")
+        A = torch.zeros(len(others), classes, dtype=torch.float64)
+        A[:, label] = 1
+        A[range(len(others)), others] = -1
+        return cls(A, torch.zeros(len(others), dtype=torch.float64), tuple((i,) for i in range(len(others))))
+
+    @classmethod
+    def top_k(cls, label: int, classes: int, k: int) -> Specification:
+        """Safe iff the label stays within the k largest logits; ties count against it.
+
+        Rows as in `classification`; the groups are all k-subsets of the other classes.
+        Raises InputError for a bad label, for k outside 1..classes - 1, and for over 5000 subsets."""
+        rows = cls.classification(label, classes)
+        if not 1 <= k < classes:
+            raise InputError(f"k is {k}; with {classes} classes it must be 1..{classes - 1}")
+        count = math.comb(classes - 1, k)
+        if count > MAX_GROUPS:
+            raise InputError(
+                f"top-{k} of {classes} classes needs {count} groups, more than {MAX_GROUPS}; "
+                "use a smaller k, or classification(label, classes, targets) for the classes of interest"
+            )
+        return cls(rows.A, rows.b, tuple(itertools.combinations(range(classes - 1), k)))
+
+    def margins(self, y: Tensor) -> Tensor:
+        """A y - b of flattened outputs y (..., outputs): (..., rows), in the dtype and on the device of y."""
+        if y.shape[-1:] != self.A.shape[1:]:
+            raise InputError(f"outputs have {tuple(y.shape)[-1:]} values, the property {self.A.shape[1]}")
+        return y @ self.A.to(y).T - self.b.to(y)
+
+    def group_margins(self, row_values: Tensor) -> Tensor:
+        """The largest row value of each group: (..., rows) to (..., groups)."""
+        return row_values[..., self._members.to(row_values.device)].amax(-1)
+
+    def margin(self, row_values: Tensor) -> Tensor:
+        """Smallest group margin, (..., rows) to (...): the property holds iff it is > 0.
+
+        Takes exact row values, or lower bounds of them: then > 0 is sufficient."""
+        return self.group_margins(row_values).amin(-1)
+
+    @cached_property
+    def _members(self) -> Tensor:
+        """(groups, longest): row numbers, short groups filled up with their first row."""
+        longest = max(map(len, self.groups))
+        return torch.tensor([group + group[:1] * (longest - len(group)) for group in self.groups])
+
+
+@dataclass(frozen=True, eq=False)
+class Property:
+    """Input sets, each with the outputs that must not occur on it; it holds iff it holds in every case."""
+
+    name: str
+    cases: tuple[tuple[InputSet, Specification], ...]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# VNN-LIB 1.0
+
+_SKIP = r"\s*(?:;[^\n]*(?:\n\s*|\Z))*"  # white space and comments
+_INDEX = r"(?:0|[1-9][0-9]*)"
+_NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+_VARIABLE = re.compile(rf"([XY])_({_INDEX})")
+_LITERAL = re.compile(_NUMBER)
+_BLANK = re.compile(_SKIP)
+_TOKEN = re.compile(r'[()]|"[^"]*"|\|[^|]*\||[^\s()";|]+')
+# the two commands of which a file has thousands
+_PLAIN = re.compile(
+    rf"{_SKIP}\(\s*(?:declare-const\s+([XY])_({_INDEX})\s+Real\s*\)"
+    rf"|assert\s*\(\s*([<>])=?\s+X_({_INDEX})\s+({_NUMBER})\s*\)\s*\))"
+)
+_IGNORED = {"set-logic", "set-info", "set-option", "check-sat", "get-model", "exit"}
+_VERSION_2 = {"vnnlib-version", "declare-network", "declare-input", "declare-output", "declare-hidden"}
+
+
+class _Node(NamedTuple):
+    """An s-expression: a word, or a bracket with items (word == "")."""
+
+    at: int  # offset in the text
+    word: str
+    items: list[_Node]
+
+
+class _Atom(NamedTuple):
+    """A linear constraint: sum of coefficient * variable, plus the constant under "", is <= 0."""
+
+    at: int
+    terms: dict[str, Fraction]
+
+
+class _Branch(NamedTuple):
+    """One conjunction of the normal form: bounds on inputs, and rows `a y <= b` on outputs."""
+
+    at: int
+    lower: dict[int, float]
+    upper: dict[int, float]
+    rows: list[tuple[dict[int, float], float]]
+
+
+class _Reader:
+    """Reads one file: commands into declarations and branches. Line numbers are found on errors only."""
+
+    def __init__(self, path: str | Path, text: str) -> None:
+        self.path = path
+        self.text = text
+        self.declared: dict[str, dict[int, int]] = {"X": {}, "Y": {}}  # index to offset
+        self.shared = _Branch(0, {}, {}, [])  # what holds in every branch
+        self.disjunctions: list[list[list[_Atom]]] = []  # asserts with several branches
+
+    def fail(self, at: int, message: str) -> NoReturn:
+        line = self.text.count("\n", 0, at) + 1
+        raise InputError(f"{self.path}:{line}: {message}")
+
+    def read(self) -> None:
+        at, end = 0, len(self.text)
+        inputs = self.declared["X"]
+        while True:
+            plain = _PLAIN.match(self.text, at)
+            if plain is None:
+                at = self.skip(at)
+                if at == end:
+                    return
+                node, at = self.expression(at)
+                self.command(node)
+                continue
+            kind, index, comparison, variable, number = plain.groups()
+            if comparison is None:
+                self.declare(kind, int(index), plain.start(1))
+            else:
+                i = int(variable)
+                if i not in inputs:
+                    self.fail(plain.start(4), f"X_{i} is not declared")
+                self.bound(self.shared, i, comparison == "<", float(number), plain.start(4))
+            at = plain.end()
+
+    def skip(self, at: int) -> int:
+        blank = _BLANK.match(self.text, at)
+        return at if blank is None else blank.end()
+
+    def expression(self, at: int) -> tuple[_Node, int]:
+        """The s-expression at `at` and the offset behind it."""
+        open_nodes: list[_Node] = []
+        start = at
+        while True:
+            at = self.skip(at)
+            token = _TOKEN.match(self.text, at)
+            if token is None:
+                if at == len(self.text):
+                    self.fail(open_nodes[-1].at if open_nodes else start, "this '(' is never closed")
+                self.fail(at, f"syntax error: unexpected {self.text[at]!r}")
+            word = token[0]
+            node = _Node(at, "" if word == "(" else word, [])
+            at = token.end()
+            if word == "(":
+                if len(open_nodes) >= MAX_DEPTH:
+                    self.fail(node.at, f"brackets are nested more than {MAX_DEPTH} deep")
+                open_nodes.append(node)
+                continue
+            if word == ")":
+                if not open_nodes:
+                    self.fail(node.at, "syntax error: ')' without '('")
+                node = open_nodes.pop()
+            if not open_nodes:
+                return node, at
+            open_nodes[-1].items.append(node)
+
+    def command(self, node: _Node) -> None:
+        head = node.items[0].word if node.items else ""
+        if head in _VERSION_2:
+            self.fail(node.at, "this is a VNN-LIB 2.0 file, which is not supported yet; use VNN-LIB 1.0")
+        if head == "assert":
+            if len(node.items) != 2:
+                self.fail(node.at, "syntax error: assert takes one expression")
+            branches = self.normal_form(node.items[1])
+            if len(branches) == 1:
+                self.add(self.shared, branches[0])
+            else:
+                self.disjunctions.append(branches)
+        elif head in ("declare-const", "declare-fun"):
+            arguments = node.items[1:]
+            if head == "declare-fun" and len(arguments) == 3 and arguments[1] == (arguments[1].at, "", []):
+                del arguments[1]  # no parameters: the same as declare-const
+            variable = _VARIABLE.fullmatch(arguments[0].word) if len(arguments) == 2 else None
+            if variable is None or arguments[1].word != "Real":
+                self.fail(node.at, "cannot read this declaration; use (declare-const X_i Real), or Y_j")
+            self.declare(variable[1], int(variable[2]), arguments[0].at)
+        elif head not in _IGNORED:
+            shown = self.text[node.at : node.at + 30].split("\n")[0]
+            self.fail(node.at, f"syntax error at {shown!r}: expected (declare-const ...) or (assert ...)")
+
+    def declare(self, kind: str, index: int, at: int) -> None:
+        if index in self.declared[kind]:
+            self.fail(at, f"{kind}_{index} is declared twice")
+        self.declared[kind][index] = at
+
+    def bound(self, branch: _Branch, i: int, is_upper: bool, value: float, at: int) -> None:
+        if not math.isfinite(value):
+            self.fail(at, f"the bound of X_{i} is not a finite float64")
+        if is_upper:
+            branch.upper[i] = min(value, branch.upper.get(i, math.inf))
+        else:
+            branch.lower[i] = max(value, branch.lower.get(i, -math.inf))
+        if branch is self.shared and branch.lower.get(i, -math.inf) > branch.upper.get(i, math.inf):
+            self.fail(
+                at,
+                f"X_{i} has lower bound {branch.lower[i]} above its upper bound {branch.upper[i]}: "
+                "no input satisfies the property, so it is vacuous",
+            )
+
+    def normal_form(self, node: _Node) -> list[list[_Atom]]:
+        """Disjunction of conjunctions equivalent to a formula."""
+        head = node.items[0].word if node.items else ""
+        arguments = node.items[1:]
+        if head in ("and", "or"):
+            if not arguments:
+                self.fail(node.at, f"({head}) without arguments")
+            parts = [self.normal_form(argument) for argument in arguments]
+            return self.product(parts, node.at) if head == "and" else list(itertools.chain(*parts))
+        if head not in ("<=", ">=", "<", ">", "="):
+            self.fail(node.at, f"cannot read {head or node.word or '()'!r} here; use and, or, <=, >= or =")
+        if len(arguments) < 2:
+            self.fail(node.at, f"({head}) needs two arguments")
+        atoms = []
+        for left, right in itertools.pairwise([self.linear(argument) for argument in arguments]):
+            if head[0] in "<=":
+                atoms.append(_Atom(node.at, _sum(left, right, -1)))
+            if head[0] in ">=":
+                atoms.append(_Atom(node.at, _sum(right, left, -1)))
+        return [atoms]
+
+    def product(self, parts: list[list[list[_Atom]]], at: int) -> list[list[_Atom]]:
+        """Normal form of a conjunction of normal forms."""
+        count = math.prod(map(len, parts))
+        if count > MAX_BRANCHES:
+            self.fail(at, f"disjunctions multiply to {count} cases, more than {MAX_BRANCHES}; split the file")
+        common = [atom for part in parts if len(part) == 1 for atom in part[0]]
+        several = [part for part in parts if len(part) > 1]
+        return [list(itertools.chain(common, *choice)) for choice in itertools.product(*several)]
+
+    def linear(self, node: _Node) -> dict[str, Fraction]:
+        """A linear expression: coefficients by variable, the constant under ""; exact on float64 literals."""
+        if node.word:
+            variable = _VARIABLE.fullmatch(node.word)
+            if variable is not None:
+                if int(variable[2]) not in self.declared[variable[1]]:
+                    self.fail(node.at, f"{node.word} is not declared")
+                return {node.word: Fraction(1)}
+            if _LITERAL.fullmatch(node.word):
+                value = float(node.word)
+                if not math.isfinite(value):
+                    self.fail(node.at, f"{node.word} is not a finite float64")
+                return {"": Fraction(value)}
+            self.fail(node.at, f"{node.word} is neither a number nor a declared variable X_i or Y_j")
+        head = node.items[0].word if node.items else ""
+        if head not in ("+", "-", "*", "/") or len(node.items) < 2:
+            self.fail(node.at, f"cannot read {head or '()'!r} as a linear expression; use +, -, * or /")
+        values = [self.linear(item) for item in node.items[1:]]
+        result = values[0]
+        if head == "-" and len(values) == 1:
+            return _sum({}, result, -1)
+        for item, other in zip(node.items[2:], values[1:], strict=True):
+            if head in ("+", "-"):
+                result = _sum(result, other, 1 if head == "+" else -1)
+                continue
+            if head == "*" and not result.keys() - {""}:
+                result, other = other, result
+            if other.keys() - {""}:
+                self.fail(item.at, f"non-linear term in ({head} ...); only linear constraints can be read")
+            factor = other.get("", Fraction(0))
+            if head == "/" and factor == 0:
+                self.fail(item.at, "division by zero")
+            result = _sum({}, result, factor if head == "*" else 1 / factor)
+        return result
+
+    def add(self, branch: _Branch, atoms: list[_Atom]) -> None:
+        """Add constraints to a branch."""
+        for at, terms in atoms:
+            names = [name for name, value in terms.items() if name and value]
+            constant = terms.get("", Fraction(0))
+            inputs = [name for name in names if name[0] == "X"]
+            if not inputs:
+                row = {int(name[2:]): _float(terms[name]) for name in names}
+                if not all(map(math.isfinite, (*row.values(), _float(constant)))):
+                    self.fail(at, "a coefficient of this constraint is not a finite float64")
+                branch.rows.append((row, _float(-constant)))
+            elif len(names) > 1:
+                self.fail(
+                    at, f"{names[0]} and {names[1]} in one constraint; compare an input with a constant"
+                )
+            else:
+                exact = -constant / terms[inputs[0]]
+                value, is_upper = _float(exact), terms[inputs[0]] > 0
+                if math.isfinite(value) and Fraction(value) != exact and (value < exact) == is_upper:
+                    value = math.nextafter(value, math.inf if is_upper else -math.inf)  # round outwards
+                self.bound(branch, int(inputs[0][2:]), is_upper, value, at)
+
+    def branches(self) -> list[_Branch]:
+        """What each branch adds to the shared constraints."""
+        last = self.disjunctions[-1][0][0].at if self.disjunctions else 0
+        found = []
+        for atoms in self.product(self.disjunctions, last):
+            branch = _Branch(atoms[0].at if atoms else 0, {}, {}, [])
+            self.add(branch, atoms)
+            found.append(branch)
+        return found
+
+
+def _float(value: Fraction) -> float:
+    """Nearest float64, inf beyond the range."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _sum(a: dict[str, Fraction], b: dict[str, Fraction], factor: Fraction | int) -> dict[str, Fraction]:
+    """a + factor * b"""
+    result = dict(a)
+    for name, value in b.items():
+        result[name] = result.get(name, Fraction(0)) + factor * value
+    return result
+
+
+def read_vnnlib(
+    path: str | Path, input_shape: tuple[int, ...] | None = None, outputs: int | None = None
+) -> Property:
+    """Read a VNN-LIB 1.0 property, plain or compressed with gzip (told by content).
+
+    The file describes the UNSAFE region: inputs X_0.. in a box and outputs Y_0.. that must not occur
+    there. Disjunctions over inputs give several cases. Strict and non-strict comparisons are both read as
+    non-strict, which can only enlarge the unsafe region. Branches that no input satisfies are left out.
+
+    input_shape: features of one input without the batch axis, to check the number of X and to shape the
+        boxes, which are float64 (1, *input_shape); None for (1, number of X).
+    outputs: number of output values, to check the number of Y.
+
+    Raises InputError that names file and line for what cannot be read or is not supported: VNN-LIB 2.0, an
+    input without a bound or in a constraint with other variables, a non-linear term, an empty box."""
+    reader = _Reader(path, _read_text(path))
+    reader.read()
+    count = {}
+    for kind in "XY":
+        known = reader.declared[kind]
+        count[kind] = len(known)
+        if not known:
+            raise InputError(f"{path}: no {kind}_i is declared; is this a VNN-LIB 1.0 file?")
+        if max(known) != len(known) - 1:
+            missing = next(i for i in range(len(known)) if i not in known)
+            reader.fail(known[max(known)], f"{kind}_{max(known)} is declared, but {kind}_{missing} is not")
+    if input_shape is not None and math.prod(input_shape) != count["X"]:
+        raise InputError(
+            f"{path}: declares {count['X']} inputs X_i, but an input of shape {tuple(input_shape)} "
+            f"has {math.prod(input_shape)} values; give the property of this model"
+        )
+    if outputs is not None and outputs != count["Y"]:
+        raise InputError(f"{path}: declares {count['Y']} outputs Y_j, but the model has {outputs}")
+    return Property(_stem(path), _cases(reader, input_shape or (count["X"],), count["X"], count["Y"]))
+
+
+def _read_text(path: str | Path) -> str:
+    try:
+        data = Path(path).read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        return data.decode()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: the gzip data is damaged ({error})") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is neither text nor gzip; give a .vnnlib or .vnnlib.gz file") from error
+
+
+def _stem(path: str | Path) -> str:
+    return Path(path).name.removesuffix(".gz").removesuffix(".vnnlib")
+
+
+def _cases(
+    reader: _Reader, shape: tuple[int, ...], inputs: int, outputs: int
+) -> tuple[tuple[InputSet, Specification], ...]:
+    """Branches with the same box become the groups of one case; cases in the order of the file."""
+    base_lower, base_upper = np.full(inputs, -math.inf), np.full(inputs, math.inf)
+    base_lower[list(reader.shared.lower)] = list(reader.shared.lower.values())
+    base_upper[list(reader.shared.upper)] = list(reader.shared.upper.values())
+    boxes: dict[tuple[bytes, bytes], tuple[np.ndarray, np.ndarray]] = {}
+    found: dict[tuple[bytes, bytes], list[_Branch]] = {}
+    empty = None
+    for branch in reader.branches():
+        lower, upper = base_lower, base_upper
+        if branch.lower:
+            lower = lower.copy()
+            at = list(branch.lower)
+            lower[at] = np.maximum(lower[at], list(branch.lower.values()))
+        if branch.upper:
+            upper = upper.copy()
+            at = list(branch.upper)
+            upper[at] = np.minimum(upper[at], list(branch.upper.values()))
+        for name, bound in (("lower", lower), ("upper", upper)):
+            if np.isinf(bound).any():
+                i = int(np.isinf(bound).argmax())
+                reader.fail(
+                    branch.at if branch.lower or branch.upper else reader.declared["X"][i],
+                    f"X_{i} has no {name} bound; every input needs (assert (<= X_i u)) and (>= X_i l)",
+                )
+        if not (reader.shared.rows or branch.rows):
+            message = "no constraint on the outputs Y_j, so every output would be unsafe"
+            if not reader.disjunctions:
+                raise InputError(f"{reader.path}: {message}")
+            reader.fail(branch.at, f"{message} in this branch")
+        if (lower > upper).any():
+            empty = empty or (branch, int((lower > upper).argmax()))
+            continue
+        key = (lower.tobytes(), upper.tobytes())
+        boxes[key] = (lower, upper)
+        found.setdefault(key, []).append(branch)
+    if empty is not None and not found:
+        branch, i = empty
+        message = f"X_{i} has a lower bound above its upper bound here and no other branch is possible"
+        reader.fail(branch.at, f"{message}: no input satisfies the property, so it is vacuous")
+    cases = []
+    for key, branches in found.items():
+        low, high = (torch.from_numpy(bound.copy()).reshape(1, *shape) for bound in boxes[key])
+        spec = _specification(reader.shared.rows, [branch.rows for branch in branches], outputs)
+        cases.append((InputSet.box(low, high), spec))
+    return tuple(cases)
+
+
+def _specification(
+    shared: list[tuple[dict[int, float], float]],
+    branches: list[list[tuple[dict[int, float], float]]],
+    outputs: int,
+) -> Specification:
+    """Rows without repetition, and one group per branch."""
+    numbers: dict[tuple[tuple[tuple[int, float], ...], float], int] = {}
+    groups: dict[tuple[int, ...], None] = {}  # an ordered set
+    for rows in branches:
+        members = [
+            numbers.setdefault((tuple(sorted(row.items())), limit), len(numbers))
+            for row, limit in shared + rows
+        ]
+        groups[tuple(dict.fromkeys(members))] = None
+    A = torch.zeros(len(numbers), outputs, dtype=torch.float64)
+    b = torch.zeros(len(numbers), dtype=torch.float64)
+    for (row, limit), number in numbers.items():
+        for j, value in row:
+            A[number, j] = value
+        b[number] = limit
+    return Specification(A, b, tuple(groups))

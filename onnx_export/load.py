@@ -1,0 +1,331 @@
+"""ONNX file → torch module that auto_LiRPA can trace, checked against onnxruntime."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from attn_bounds.errors import InputError, UnsupportedModelError
+
+from . import simplify
+from .importers import IMPORTERS, Context, Function, Unsupported, fold_node
+from .simplify import Attention
+
+AGREEMENT = 1e-5  # largest difference from onnxruntime, relative to the size of the output
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of a loaded graph: reads values by name, writes one."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    output: str
+    run: Function
+
+
+@dataclass(frozen=True)
+class UnsupportedNode:
+    op: str
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What `attn-bounds inspect` prints; shapes include the batch, named "batch" where it is dynamic."""
+
+    path: str
+    opset: int
+    inputs: dict[str, list[int | str]]
+    outputs: dict[str, list[int | str]]
+    attention: list[Attention]
+    unsupported: list[UnsupportedNode]
+    sha256: str
+
+
+class OnnxModule(nn.Module):
+    """A loaded ONNX graph.
+
+    Shape: (batch, *input_shape) → (batch, *output_shape). Every constant of the graph is a buffer;
+    `.double()` after loading rounds them to float32 first, so ask `load` for the dtype.
+
+    Attributes:
+        info: the model's `ModelInfo`.
+        steps: the nodes, in order.
+        input_shape, output_shape: of one sample, without the batch.
+    """
+
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.steps: list[Step] = []
+        self.input_name = self.output_name = ""
+        self.input_shape: tuple[int, ...] = ()
+        self.output_shape: tuple[int, ...] = ()
+        self._last_use: dict[str, int] = {}
+
+    def values(self, x: Tensor, keep: bool = True) -> dict[str, Tensor]:
+        """All values by their ONNX name (`keep=False`: those no longer needed are dropped on the way)."""
+        env = {self.input_name: x}
+        for i, step in enumerate(self.steps):
+            env[step.output] = step.run(*(env[name] for name in step.inputs))
+            if not keep:
+                for name in step.inputs:
+                    if self._last_use[name] == i:
+                        env.pop(name, None)
+        return env
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.values(x, keep=False)[self.output_name]
+
+    def finish(self) -> None:
+        """Compute when each value is used for the last time (once, after the steps are in place)."""
+        self._last_use = {name: i for i, step in enumerate(self.steps) for name in step.inputs}
+        self._last_use[self.output_name] = len(self.steps)
+
+
+def _session(model: bytes | str) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+class Oracle:
+    """onnxruntime on the file itself: what the model computes.
+
+    Arguments:
+        path: ONNX file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self.session = _session(str(path))
+        except Exception as e:
+            raise InputError(
+                f"{path}: onnxruntime cannot run this model ({str(e).splitlines()[0]})"
+            ) from None
+        self.input = self.session.get_inputs()[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(batch, *input) → (batch, *output), one sample at a time where the file fixes the batch to 1."""
+        dtype = np.float64 if "double" in self.input.type else np.float32
+        array = x.detach().cpu().numpy().astype(dtype)
+        dynamic = not isinstance(self.input.shape[0], int)
+        batches = [array] if dynamic else [array[i : i + 1] for i in range(len(array))]
+        outputs = [self.session.run(None, {self.input.name: b})[0] for b in batches]
+        return torch.from_numpy(np.concatenate(outputs))
+
+
+def _named_dims(value: ir.Value) -> list[int | str]:
+    return [d if isinstance(d, int) else "batch" for d in value.shape] if value.shape is not None else []
+
+
+def _build(model: ir.Model, module: OnnxModule, dtype: torch.dtype, version: int) -> list[UnsupportedNode]:
+    """Fill `module.steps`; returns the nodes that could not be imported (all of them)."""
+    constants: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    failed: list[UnsupportedNode] = []
+
+    def parameter(c: Tensor) -> Callable[[], Tensor]:
+        name = f"constant_{len(list(module.buffers()))}"
+        module.register_buffer(name, c.detach().clone().to(dtype))
+        return lambda: getattr(module, name)  # type: ignore[no-any-return]
+
+    def lookup(value: ir.Value) -> Tensor | None:
+        if value.name in constants:
+            return constants[str(value.name)]
+        array = simplify.constant(value)
+        if array is None:
+            return None
+        tensor = torch.from_numpy(np.array(array))
+        tensor = tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+        return constants.setdefault(str(value.name), tensor)
+
+    for node in model.graph:
+        inputs = list(node.inputs)
+        consts = [lookup(v) if v is not None else None for v in inputs]
+        label = node.name or str(node.outputs[0].name)
+        try:
+            if all(c is not None for c, v in zip(consts, inputs, strict=True) if v is not None):
+                constants[str(node.outputs[0].name)] = fold_node(node, consts)
+                continue
+            importer = IMPORTERS.get((node.domain, node.op_type))
+            if importer is None:
+                raise Unsupported("operator not supported")
+            used = [o for o in node.outputs if o.uses() or o.is_graph_output()]
+            if len(used) > 1 or (used and used[0] is not node.outputs[0]):
+                raise Unsupported("several outputs")
+            for v, c in zip(inputs, consts, strict=True):
+                if v is not None:
+                    shapes[str(v.name)] = tuple(c.shape) if c is not None else _static(v)
+            out = node.outputs[0]
+            run = importer(
+                Context(
+                    node=node,
+                    opset=version,
+                    constants=consts,
+                    present=[v is not None for v in inputs],
+                    shapes=[shapes[str(v.name)] if v is not None else () for v in inputs],
+                    out_shape=_static(out),
+                    parameter=parameter,
+                )
+            )
+        except Unsupported as e:
+            domain = f"{node.domain}::" if node.domain else ""
+            failed.append(UnsupportedNode(op=f"{domain}{node.op_type}", node=label, why=str(e)))
+            continue
+        data = tuple(str(v.name) for v, c in zip(inputs, consts, strict=True) if v is not None and c is None)
+        module.steps.append(Step(label, node.op_type, data, str(out.name), run))
+    return failed
+
+
+def _static(value: ir.Value) -> tuple[int, ...]:
+    if value.shape is None or not value.shape.is_static():
+        raise Unsupported(f"shape of {value.name} could not be inferred")
+    return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
+
+
+def _prepare(path: str | Path, dtype: torch.dtype, attention: str) -> tuple[OnnxModule, bool]:
+    model = simplify.read(path)
+    version = simplify.opset(model)
+    in_dims = {str(v.name): _named_dims(v) for v in simplify.data_inputs(model)}
+    out_dims = {str(v.name): _named_dims(v) for v in model.graph.outputs}
+    dynamic = simplify.fix_input_shapes(model, path)
+    if len(model.graph.outputs) != 1:
+        raise UnsupportedModelError(
+            f"{path}: {len(model.graph.outputs)} outputs ({', '.join(out_dims)}); models with exactly one "
+            "output are supported"
+        )
+    simplify.fold(model)
+    units = simplify.fuse_attention(model) if attention == "operators" else []
+    info = ModelInfo(
+        path=str(path),
+        opset=version,
+        inputs=in_dims,
+        outputs=out_dims,
+        attention=units,
+        unsupported=[],
+        sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+    )
+    module = OnnxModule(info)
+    info.unsupported.extend(_build(model, module, dtype, version))
+    value_in, value_out = simplify.data_inputs(model)[0], model.graph.outputs[0]
+    module.input_name, module.output_name = str(value_in.name), str(value_out.name)
+    module.input_shape = tuple(int(d) for d in value_in.shape or ())[1:]  # type: ignore[arg-type]
+    if value_out.shape is not None and value_out.shape.is_static():
+        module.output_shape = tuple(int(d) for d in value_out.shape)[1:]  # type: ignore[arg-type]
+    if not info.unsupported and module.output_name not in {s.output for s in module.steps}:
+        raise UnsupportedModelError(f"{path}: the output does not depend on the input")
+    module.finish()
+    return module.eval(), dynamic
+
+
+def inspect(path: str | Path) -> ModelInfo:
+    """What the file holds: shapes, attention units, and every node that `load` would refuse.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    return _prepare(path, torch.float32, "operators")[0].info
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "operators",
+    check: bool = True,
+) -> OnnxModule:
+    """Load an ONNX model as a torch module with attention as operators of ours.
+
+    Arguments:
+        path: ONNX file; external data beside it is read too.
+        attention: "operators" puts recognised attention into operators of ours; "decomposed" leaves MatMul and
+            Softmax, as auto_LiRPA alone would see the model.
+        dtype: of the parameters. Folded constants are computed in float64 and rounded once.
+        check: compare the outputs on random inputs with onnxruntime's (at batch 1, and 3 where the file
+            allows it), and with a loop over the samples.
+
+    Returns:
+        Module: (batch, *input) → (batch, *output).
+
+    Raises:
+        InputError: not an ONNX file, or not one of one float input and one output.
+        UnsupportedModelError: with every unsupported node; or the module disagrees with onnxruntime, with
+            the first node that differs.
+    """
+    if attention not in ("operators", "decomposed"):
+        raise InputError(f"attention must be 'operators' or 'decomposed', not {attention!r}")
+    module, dynamic = _prepare(path, dtype, attention)
+    if module.info.unsupported:
+        lines = "; ".join(f"{u.op} at {u.node}: {u.why}" for u in module.info.unsupported)
+        raise UnsupportedModelError(f"{path}: {len(module.info.unsupported)} unsupported nodes: {lines}")
+    if check:
+        _check(path, module, dtype, batches=(1, 3) if dynamic else (1,))
+    return module
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the size of b (not below 1); inf for other shapes or NaN."""
+    if a.shape != b.shape or not bool(torch.isfinite(b).all()):
+        return float("inf")
+    worst = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1.0))
+    return worst if worst == worst else float("inf")
+
+
+def _check(path: str | Path, module: OnnxModule, dtype: torch.dtype, batches: tuple[int, ...]) -> None:
+    oracle = Oracle(path)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for batch in batches:
+            x = torch.randn((batch, *module.input_shape), generator=generator).to(dtype)
+            expected = oracle(x)
+            if _difference(module(x), expected) > AGREEMENT:
+                raise UnsupportedModelError(
+                    f"{path}: the loaded module does not compute what onnxruntime does at batch {batch}; "
+                    + _first_difference(path, module, x)
+                )
+        x = torch.randn((3, *module.input_shape), generator=generator).to(dtype)
+        loop = torch.cat([module(x[i : i + 1]) for i in range(3)])
+        if _difference(module(x), loop) > AGREEMENT:
+            raise UnsupportedModelError(
+                f"{path}: samples of one batch influence each other, so the model cannot be bounded in batches"
+            )
+
+
+def _first_difference(path: str | Path, module: OnnxModule, x: Tensor) -> str:
+    """Name the first node whose value differs from onnxruntime's, for an error message."""
+    import onnx
+
+    proto = onnx.load(str(path))
+    known = {o for node in proto.graph.node for o in node.output}
+    mine = module.values(x)
+    names = [s.output for s in module.steps if s.output in known]
+    present = {o.name for o in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names if n not in present)
+    try:
+        session = _session(proto.SerializeToString())
+        dtype = np.float64 if "double" in session.get_inputs()[0].type else np.float32
+        values = session.run(names, {session.get_inputs()[0].name: x.numpy().astype(dtype)})
+    except Exception as e:
+        return f"the first node that differs could not be found ({str(e).splitlines()[0]})"
+    producer = {s.output: s for s in module.steps}
+    for name, value in zip(names, values, strict=True):
+        gap = _difference(mine[name], torch.from_numpy(np.asarray(value)))
+        if gap > AGREEMENT:
+            step = producer[name]
+            return f"first node that differs: {step.op} {step.name} (by {gap:.2g}, shape {tuple(mine[name].shape)})"
+    return "no single node differs by more than the tolerance: the error builds up by rounding; try float64"

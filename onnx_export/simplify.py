@@ -1,0 +1,275 @@
+"""ONNX file → small static graph: shapes fixed, constants folded, attention named as such.
+
+Folding, shape inference and rewriting are `onnx_ir`'s and `onnxscript`'s. What is ours is `fuse_attention`,
+which recognises attention by what the subgraph computes: a Softmax over the last axis whose input is a
+scaled and masked product of two tensors and whose output multiplies a third.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnxscript import optimizer
+from onnxscript.rewriter import rewrite
+from onnxscript.rewriter.rules.common import (
+    dropout_inference_rule,
+    no_op_transpose_rule,
+    transpose_transpose_rule,
+)
+
+from attn_bounds.errors import InputError
+
+from .ops import DOMAIN
+
+FOLD_LIMIT = 50_000_000  # elements; folding must never stop short of a shape or a class token
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention unit of a loaded graph. Sizes are those of one sample."""
+
+    name: str
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    masked: bool
+    scale: float
+
+
+def read(path: str | Path) -> ir.Model:
+    """Read an ONNX file.
+
+    Raises:
+        InputError: not a file, not ONNX, truncated, or its external data is missing.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except Exception as e:
+        raise InputError(
+            f"{path}: not a readable ONNX file, or truncated ({str(e).splitlines()[0]})"
+        ) from None
+    if not proto.graph.node or not proto.graph.output:
+        raise InputError(f"{path}: the ONNX file holds no graph with nodes and outputs")
+    try:
+        onnx.load_external_data_for_model(proto, str(path.parent))
+    except Exception as e:
+        raise InputError(
+            f"{path}: external data cannot be read ({str(e).splitlines()[0]}); "
+            "keep the model's .data file beside it"
+        ) from None
+    try:
+        return ir.serde.deserialize_model(proto)
+    except Exception as e:
+        raise InputError(f"{path}: invalid ONNX model ({str(e).splitlines()[0]})") from None
+
+
+def opset(model: ir.Model) -> int:
+    """Version of the standard operator set that the model imports."""
+    return model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+
+
+def data_inputs(model: ir.Model) -> list[ir.Value]:
+    """Graph inputs that are not initializers (old files list the weights among the inputs)."""
+    return [v for v in model.graph.inputs if v.name not in model.graph.initializers]
+
+
+def fix_input_shapes(model: ir.Model, path: str | Path) -> bool:
+    """Give the inputs static shapes with batch 1; returns whether the batch was dynamic.
+
+    Raises:
+        InputError: a dimension other than the first is dynamic, or there are several inputs.
+    """
+    inputs = data_inputs(model)
+    if len(inputs) != 1:
+        raise InputError(
+            f"{path}: {len(inputs)} inputs ({', '.join(str(v.name) for v in inputs)}); "
+            "models with exactly one input are supported"
+        )
+    value = inputs[0]
+    if value.shape is None or value.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        raise InputError(
+            f"{path}: input {value.name} has type {value.dtype} and shape {value.shape}; "
+            "a float input with a shape is needed"
+        )
+    dims = list(value.shape)
+    unknown = [i for i, d in enumerate(dims) if not isinstance(d, int) and i > 0]
+    if unknown or not dims:
+        raise InputError(
+            f"{path}: input {value.name} has shape {value.shape}; only the first dimension (batch) may be "
+            "dynamic: export with fixed sizes"
+        )
+    dynamic = not isinstance(dims[0], int)
+    if not dynamic and dims[0] != 1:
+        raise InputError(
+            f"{path}: input {value.name} has a fixed batch of {dims[0]}; export with batch 1 or dynamic"
+        )
+    value.shape = ir.Shape([1, *dims[1:]])
+    for v in model.graph.all_nodes():  # shapes recorded for another batch would contradict ours
+        for out in v.outputs:
+            out.shape = None
+    for out in model.graph.outputs:
+        out.shape = None
+    return dynamic
+
+
+def fold(model: ir.Model) -> None:
+    """Fold constants and shape arithmetic and infer shapes, in place."""
+    optimizer.optimize_ir(model, num_iterations=4, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
+    rewrite(model, [transpose_transpose_rule, no_op_transpose_rule, dropout_inference_rule])
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The array of a constant input, or None."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def _sole_consumer(value: ir.Value) -> ir.Node | None:
+    uses = list(value.uses())
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def _softmax_is_over_last_axis(node: ir.Node, version: int) -> bool:
+    axis = node.attributes.get_int("axis", 1 if version < 13 else -1)
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)
+
+
+def _operands(node: ir.Node) -> tuple[ir.Value, np.ndarray] | None:
+    """Split a binary node into its variable operand and its constant one."""
+    a, b = node.inputs
+    if a is None or b is None:
+        return None
+    if (c := constant(b)) is not None:
+        return a, c
+    if node.op_type in ("Add", "Mul") and (c := constant(a)) is not None:
+        return b, c
+    return None
+
+
+def _scores(value: ir.Value) -> tuple[ir.Node, float, np.ndarray | None] | None:
+    """Walk from the Softmax's input up to the product: (MatMul node, scale, mask)."""
+    scale, mask = 1.0, None
+    while (node := value.producer()) is not None:
+        if node.op_type == "MatMul":
+            return (node, scale, mask) if all(constant(v) is None for v in node.inputs) else None
+        if node.op_type not in ("Mul", "Div", "Add") or (pair := _operands(node)) is None:
+            return None
+        if not value.is_graph_output() and len(list(value.uses())) != 1:
+            return None  # the scores are used elsewhere too
+        value, c = pair
+        if node.op_type == "Add":
+            # scale was collected below this node: it applies to what is added here as well
+            mask = c.astype(np.float64) * scale + (0.0 if mask is None else mask)
+        elif c.size != 1:
+            return None
+        else:
+            factor = float(c.reshape(()))
+            scale *= factor if node.op_type == "Mul" else 1.0 / factor
+    return None
+
+
+def fuse_attention(model: ir.Model) -> list[Attention]:
+    """Replace each recognised attention by the three operators of `ops.py`, in place.
+
+    Recognised: `Softmax(mask + scale · A B) C` with the softmax over the last axis, scale and mask constant
+    and in any order. The key operand is `Bᵀ`; a Transpose that already stands there is merged.
+
+    Returns:
+        What was found, in graph order. A Softmax that fits no attention is left as it is.
+    """
+    graph, version = model.graph, opset(model)
+    found: list[Attention] = []
+    for node in list(graph):
+        if node.op_type != "Softmax" or not _softmax_is_over_last_axis(node, version):
+            continue
+        weights, scores_in = node.outputs[0], node.inputs[0]
+        consumer = _sole_consumer(weights)
+        if (
+            scores_in is None
+            or consumer is None
+            or consumer.op_type != "MatMul"
+            or consumer.inputs[0] is not weights
+        ):
+            continue
+        walked = _scores(scores_in)
+        if walked is None:
+            continue
+        product, scale, mask = walked
+        query, key_t = product.inputs
+        value, out = consumer.inputs[1], consumer.outputs[0]
+        shapes = [v.shape if v is not None else None for v in (query, key_t, value)]
+        if any(s is None or not s.is_static() or len(s) < 3 for s in shapes):
+            continue
+        assert query is not None and key_t is not None and value is not None
+        assert query.shape and key_t.shape and value.shape
+        rank = len(key_t.shape)
+        swap = ir.Node(
+            "",
+            "Transpose",
+            [key_t],
+            [ir.AttrInt64s("perm", [*range(rank - 2), rank - 1, rank - 2])],
+            name=f"{product.name}/key",
+        )
+        swap.outputs[0].name = f"{key_t.name}/key"
+        q_shape, k_shape, v_shape = (list(s) for s in (query.shape, key_t.shape, value.shape))
+        swap.outputs[0].shape = ir.Shape([*k_shape[:-2], k_shape[-1], k_shape[-2]])
+        swap.outputs[0].dtype = key_t.dtype
+        inputs: list[ir.Value] = [query, swap.outputs[0]]
+        if mask is not None:
+            dtype = np.float32 if query.dtype in (None, ir.DataType.FLOAT) else np.float64
+            tensor = ir.tensor(mask.astype(dtype), name=f"{product.name}/mask")
+            mask_value = ir.Value(name=tensor.name, const_value=tensor)
+            graph.initializers[tensor.name or ""] = mask_value
+            inputs.append(mask_value)
+        scores = ir.Node(
+            DOMAIN,
+            "AttentionScores",
+            inputs,
+            [ir.AttrFloat32("scale", scale)],
+            name=f"{product.name}/AttentionScores",
+        )
+        probs = ir.Node(DOMAIN, "AttentionWeights", [scores.outputs[0]], name=f"{node.name}/AttentionWeights")
+        average = ir.Node(
+            DOMAIN,
+            "AttentionAverage",
+            [scores.outputs[0], probs.outputs[0], value],
+            name=f"{consumer.name}/AttentionAverage",
+        )
+        for new, old in ((scores, scores_in), (probs, weights), (average, out)):
+            new.outputs[0].shape, new.outputs[0].dtype = old.shape, old.dtype
+        names = scores_in.name, weights.name, out.name
+        ir.convenience.replace_nodes_and_values(
+            graph,
+            consumer,
+            [consumer],
+            [swap, scores, probs, average],
+            [out],
+            [average.outputs[0]],
+        )
+        scores.outputs[0].name, probs.outputs[0].name, average.outputs[0].name = names
+        heads = int(np.prod(q_shape[1:-2])) if len(q_shape) > 3 else 1
+        found.append(
+            Attention(
+                name=product.name or str(names[0]),
+                heads=heads,
+                queries=int(q_shape[-2]),
+                keys=int(k_shape[-1]),
+                head_dim=int(q_shape[-1]),
+                value_dim=int(v_shape[-1]),
+                masked=mask is not None,
+                scale=scale,
+            )
+        )
+    ir.passes.common.RemoveUnusedNodesPass()(model)
+    rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
+    return found
