@@ -1,0 +1,61 @@
+"""Certified bounds for transformers: attention operators for auto_LiRPA.
+
+`import attn_bounds` is light: auto_LiRPA, onnx and onnxruntime are loaded by the names that need them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .errors import AttnBoundsError, InputError, UnsupportedModelError
+from .properties import InputSet, Property, Specification, read_vnnlib
+
+if TYPE_CHECKING:
+    from .attack import attack_radius, pgd
+    from .certify import certified_radius, certify
+    from .module import BoundedModule
+    from .results import Certificate, Radius
+    from .verifier import METHODS, Verifier
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "BoundedModule": "module",
+    "METHODS": "verifier",
+    "Certificate": "results",
+    "Radius": "results",
+    "Verifier": "verifier",
+    "attack_radius": "attack",
+    "certified_radius": "certify",
+    "certify": "certify",
+    "pgd": "attack",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value  # the module `certify` would otherwise hide the function of that name
+    return value
+
+
+__all__ = [
+    "METHODS",
+    "AttnBoundsError",
+    "BoundedModule",
+    "Certificate",
+    "InputError",
+    "InputSet",
+    "Property",
+    "Radius",
+    "Specification",
+    "UnsupportedModelError",
+    "Verifier",
+    "attack_radius",
+    "certified_radius",
+    "certify",
+    "pgd",
+    "read_vnnlib",
+]

@@ -14,8 +14,8 @@ from attn_bounds.properties import InputSet, Specification
 
 Model = Callable[[Tensor], Tensor]
 
-MOMENTUM = 0.5
-FIRST_STEP = 0.5  # of the radius (half width of a box); more when few steps have to cross the set
+MOMENTUM = 0.75
+FIRST_STEP = 1.0  # of the radius (half width of a box); more when few steps have to cross the set
 SEGMENT = 32  # points tried between the centre and a counterexample, to shorten it
 
 
@@ -204,12 +204,13 @@ def attack_radius(
         ball = InputSet.ball(center, norm, limit, clip)
         middle = center.to(dtype)
         points = middle + share.reshape(-1, *[1] * (x.dim() - 1)) * (x - middle)
-        points = torch.cat([ball.project(points), x])
+        points = ball.project(points)
         with torch.no_grad():
             unsafe = spec.margin(_row_values(model, spec, points)) <= 0
-            for point in points[unsafe].split(1):
-                if spec.margin(_row_values(model, spec, point)).item() <= 0:
-                    x = point
+            for i in unsafe.nonzero()[:, 0].tolist():
+                # rounding may differ from that in the batch, so ask for the point alone
+                if spec.margin(_row_values(model, spec, points[i : i + 1])).item() <= 0:
+                    x = points[i : i + 1]
                     break
         found.append(x)
         away = (x.double() - center.double()).flatten()

@@ -22,7 +22,7 @@ HOW_TO_GET_IT = (
     "  pip install --no-deps auto_LiRPA==0.3      (PyPI)\n"
     "  pip install --no-deps git+https://github.com/Verified-Intelligence/auto_LiRPA.git   (0.7.1 or newer)\n"
     "  make venv LIRPA=PATH                       (a checkout of yours)\n"
-    "--no-deps because its own pins contradict a current torch; what it really imports comes with attn-bounds."
+    "--no-deps because its own pins contradict a current torch; what it imports comes with attn-bounds."
 )
 
 # Options that every graph of ours needs; see operators/ for why. `softmax` is stock 0.7.1's own relaxation.

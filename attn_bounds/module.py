@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from . import lirpa
-from .lirpa import BoundConv, BoundedModule as LirpaModule, BoundLinear, BoundMatMul, BoundReshape, BoundTranspose
+from .lirpa import (
+    BoundConv,
+    BoundLinear,
+    BoundMatMul,
+    BoundReshape,
+    BoundTranspose,
+)
+from .lirpa import (
+    BoundedModule as LirpaModule,
+)
 from .operators.attention import BoundAttentionOperator, operators
 from .operators.input import BehindInputBox
 from .operators.repairs import repairs
@@ -67,6 +76,7 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
 
     OPTIMIZE = lirpa.OPTIMIZE
     OWN_ALPHA = True
+    _running = False
 
     def __init__(
         self,
@@ -77,7 +87,7 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         verbose: bool = False,
         custom_ops: dict[str, Any] | None = None,
     ) -> None:
-        replaced, self_stock = repairs()
+        replaced, repaired = repairs()
         opts = {**lirpa.OPTIONS, **copy.deepcopy(bound_opts or {})}
         opts["optimize_bound_args"] = {**self.OPTIMIZE, **opts.get("optimize_bound_args", {})}
         ops = {**replaced, **operators(), **(custom_ops or {})}
@@ -90,23 +100,24 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
                     del self.__dict__[name]
                 super().__init__(BehindInputBox(model).eval(), global_input, opts, device, verbose, ops)
         model.train(training)
-        object.__setattr__(self, "store", NodeStore())
-        object.__setattr__(self, "stock_name", self_stock)
-        object.__setattr__(self, "dtype", example.dtype)
+        self.store = NodeStore()
+        self.repaired = repaired
+        self.dtype = example.dtype
+        self._running = False
         self.eval()
 
     def _nonlinear_on_input(self) -> bool:
         """Whether some input reaches anything but linear layers (through reshapes at most)."""
-        todo = [n for n in self._modules.values() if type(n).__name__ == "BoundInput"]
+        todo = [n for n in self.all_nodes() if type(n).__name__ == "BoundInput"]
         while todo:
             node = todo.pop()
             for name in node.output_name:
                 consumer = self._modules[name]
                 if isinstance(consumer, (BoundReshape, BoundTranspose)):
                     todo.append(consumer)
-                elif not isinstance(consumer, (BoundLinear, BoundConv, BoundMatMul)):
-                    return True
-                elif any(getattr(i, "from_input", False) for i in consumer.inputs[1:]):
+                    continue
+                weighted = any(getattr(i, "from_input", False) for i in consumer.inputs[1:])
+                if weighted or not isinstance(consumer, (BoundLinear, BoundConv, BoundMatMul)):
                     return True
         return False
 
@@ -119,11 +130,23 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         if not found and lirpa.is_old():
             yield nn.Parameter(torch.zeros((), dtype=torch.get_default_dtype()), requires_grad=False)
 
+    def all_nodes(self) -> list[Any]:
+        """Every node of the graph, on every version."""
+        return list(self._modules.values())
+
     def attention_nodes(self) -> list[Any]:
         """The operators of ours in the graph, in order."""
-        return [n for n in self._modules.values() if isinstance(n, BoundAttentionOperator)]
+        return [n for n in self.all_nodes() if isinstance(n, BoundAttentionOperator)]
 
-    def compute_bounds(self, x: Any = None, C: Any = None, method: Any = "backward", **kwargs: Any) -> Any:
+    def compute_bounds(
+        self,
+        x: Any = None,
+        aux: Any = None,
+        C: Any = None,
+        method: Any = "backward",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """As auto_LiRPA's; `method` may also be `alpha-crown`.
 
         Arguments:
@@ -135,38 +158,56 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         """
         if isinstance(x, Tensor):
             x = (x,)
+        if x is not None and lirpa.is_old() and not self._running:
+            self(*x)  # ReduceMax keeps the index of its maximum from the last forward pass
+        if self._running:  # auto_LiRPA's optimisation calls this method for every iteration
+            return super().compute_bounds(x, aux, C, method, *args, **kwargs)
         name = str(method).lower()
+        self._running = True
         try:
             with lirpa.default_dtype(self.dtype):
                 if name in ALPHA_METHODS:
-                    if self.OWN_ALPHA and kwargs.get("final_node_name") is None and x is not None:
+                    if (
+                        self.OWN_ALPHA
+                        and kwargs.get("final_node_name") is None
+                        and x is not None
+                        and not args
+                    ):
                         return self._alpha_crown(x, C, **kwargs)
                     method = "CROWN-Optimized"
-                result = super().compute_bounds(x=x, C=C, method=method, **kwargs)
-                if x is not None and name in ("crown", "backward") and not kwargs.get("IBP"):
+                result = super().compute_bounds(x, aux, C, method, *args, **kwargs)
+                if x is not None and name in ("crown", "backward") and not (args or kwargs.get("IBP")):
                     self._remember(x)
                 return result
         finally:
+            self._running = False
             self._reset_stages()
 
     def _reset_stages(self) -> None:
         # a failed optimised run leaves its stage behind, and the next call dies on it
-        for node in self._modules.values():
+        for node in self.all_nodes():
             if getattr(node, "opt_stage", None) is not None:
                 node.opt_stage = None
 
     def _remember(self, x: Sequence[Any]) -> None:
         data = self.store.of(x)
-        for node in self._modules.values():
+        for node in self.all_nodes():
             lower, upper = getattr(node, "lower", None), getattr(node, "upper", None)
-            if node.perturbed and isinstance(lower, Tensor) and isinstance(upper, Tensor) and node.inputs:
-                if lower.shape == node.output_shape:
-                    data.setdefault(node.name, {})["bounds"] = (lower.detach(), upper.detach())
+            if not (node.perturbed and node.inputs and isinstance(lower, Tensor) and isinstance(upper, Tensor)):
+                continue
+            if lower.shape == node.output_shape:
+                data.setdefault(node.name, {})["bounds"] = (lower.detach(), upper.detach())
         data.pop(self.final_name, None)
 
     def intermediate_bounds(self, x: Sequence[Any]) -> dict[str, Bounds]:
         """Bounds of the nodes that relaxations need, from the last CROWN pass on this input (else empty)."""
         return {n: d["bounds"] for n, d in self.store.of(x).items() if "bounds" in d}
+
+    def _optimised_nodes(self) -> list[Any]:
+        if lirpa.is_old():
+            return [n for n in self.optimizable_activations if n.perturbed]
+        self._set_used_nodes(self.final_node())
+        return list(self.get_enabled_opt_act())
 
     def _alpha_crown(
         self, x: Sequence[Any], C: Any, bound_lower: bool = True, bound_upper: bool = True, **kwargs: Any
@@ -175,18 +216,20 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         given = dict(kwargs.pop(argument, None) or self.intermediate_bounds(x))
         sides = {"bound_lower": bound_lower, "bound_upper": bound_upper}
         with torch.no_grad():
-            activations = [n for n in self._modules.values() if getattr(n, "optimizable", hasattr(n, "alpha"))]
-            activations = [n for n in activations if hasattr(n, "opt_init")]
+            self(*x)  # marks which nodes are perturbed
+            activations = self._optimised_nodes()
             for node in activations:
                 node.opt_init()
-            plain = super().compute_bounds(x=x, C=C, method="CROWN", **sides, **{argument: given or None}, **kwargs)
+            plain = super().compute_bounds(
+                x=x, C=C, method="CROWN", **sides, **{argument: given or None}, **kwargs
+            )
             if not given:
                 self._remember(x)
                 given = self.intermediate_bounds(x)
             size = self.final_node().output_shape[1:].numel() if C is None else C.shape[1]
+            start = (self.final_name, size, None) if lirpa.is_old() else (self.final_name, size, None, True)
             for node in activations:
-                if node.perturbed and getattr(node, "used", True):
-                    node.init_opt_parameters([(self.final_name, size, None, True)][:1])
+                node.init_opt_parameters([start])
         args = self.bound_opts["optimize_bound_args"]
         saved = args.get("init_alpha", True)
         args["init_alpha"] = False

@@ -51,6 +51,7 @@ class ModelInfo:
     attention: list[Attention]
     unsupported: list[UnsupportedNode]
     sha256: str
+    head: str = ""  # final Softmax, ArgMax, … that was taken off: the module returns the logits before it
 
 
 class OnnxModule(nn.Module):
@@ -85,8 +86,22 @@ class OnnxModule(nn.Module):
                         env.pop(name, None)
         return env
 
+    def __reduce__(self) -> Any:
+        # the steps read the buffers of this very object: a copy would go on reading the original's
+        raise TypeError("a loaded model cannot be copied or pickled; load the file again instead")
+
     def forward(self, x: Tensor) -> Tensor:
         return self.values(x, keep=False)[self.output_name]
+
+    def with_head(self, y: Tensor) -> Tensor:
+        """What the file itself returns, from this module's output: applies the head that was taken off."""
+        heads = {
+            "Softmax": lambda v: torch.softmax(v, -1),
+            "LogSoftmax": lambda v: torch.log_softmax(v, -1),
+            "Sigmoid": torch.sigmoid,
+            "ArgMax": lambda v: v.argmax(1, keepdim=True),
+        }
+        return heads[self.info.head](y) if self.info.head else y
 
     def finish(self) -> None:
         """Compute when each value is used for the last time (once, after the steps are in place)."""
@@ -198,7 +213,7 @@ def _static(value: ir.Value) -> tuple[int, ...]:
     return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
 
 
-def _prepare(path: str | Path, dtype: torch.dtype, attention: str) -> tuple[OnnxModule, bool]:
+def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool) -> tuple[OnnxModule, bool]:
     model = simplify.read(path)
     version = simplify.opset(model)
     in_dims = {str(v.name): _named_dims(v) for v in simplify.data_inputs(model)}
@@ -210,6 +225,7 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str) -> tuple[Onnx
             "output are supported"
         )
     simplify.fold(model)
+    head = simplify.strip_head(model) if logits else ""
     units = simplify.fuse_attention(model) if attention == "operators" else []
     info = ModelInfo(
         path=str(path),
@@ -219,6 +235,7 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str) -> tuple[Onnx
         attention=units,
         unsupported=[],
         sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        head=head,
     )
     module = OnnxModule(info)
     info.unsupported.extend(_build(model, module, dtype, version))
@@ -239,7 +256,7 @@ def inspect(path: str | Path) -> ModelInfo:
     Raises:
         InputError: the file cannot be read.
     """
-    return _prepare(path, torch.float32, "operators")[0].info
+    return _prepare(path, torch.float32, "operators", logits=False)[0].info
 
 
 def load(
@@ -247,6 +264,7 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     attention: str = "operators",
+    logits: bool = False,
     check: bool = True,
 ) -> OnnxModule:
     """Load an ONNX model as a torch module with attention as operators of ours.
@@ -255,6 +273,7 @@ def load(
         path: ONNX file; external data beside it is read too.
         attention: "operators" puts recognised attention into operators of ours; "decomposed" leaves MatMul and
             Softmax, as auto_LiRPA alone would see the model.
+        logits: take a final Softmax, LogSoftmax, ArgMax or single Sigmoid off (`info.head` says which).
         dtype: of the parameters. Folded constants are computed in float64 and rounded once.
         check: compare the outputs on random inputs with onnxruntime's (at batch 1, and 3 where the file
             allows it), and with a loop over the samples.
@@ -269,7 +288,7 @@ def load(
     """
     if attention not in ("operators", "decomposed"):
         raise InputError(f"attention must be 'operators' or 'decomposed', not {attention!r}")
-    module, dynamic = _prepare(path, dtype, attention)
+    module, dynamic = _prepare(path, dtype, attention, logits)
     if module.info.unsupported:
         lines = "; ".join(f"{u.op} at {u.node}: {u.why}" for u in module.info.unsupported)
         raise UnsupportedModelError(f"{path}: {len(module.info.unsupported)} unsupported nodes: {lines}")
@@ -293,7 +312,8 @@ def _check(path: str | Path, module: OnnxModule, dtype: torch.dtype, batches: tu
         for batch in batches:
             x = torch.randn((batch, *module.input_shape), generator=generator).to(dtype)
             expected = oracle(x)
-            if _difference(module(x), expected) > AGREEMENT:
+            mine = module.with_head(module(x)).reshape(expected.shape)
+            if _difference(mine, expected) > AGREEMENT:
                 raise UnsupportedModelError(
                     f"{path}: the loaded module does not compute what onnxruntime does at batch {batch}; "
                     + _first_difference(path, module, x)

@@ -273,3 +273,28 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
     ir.passes.common.RemoveUnusedNodesPass()(model)
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule])
     return found
+
+
+def strip_head(model: ir.Model) -> str:
+    """Take a final Softmax, LogSoftmax, ArgMax or single Sigmoid off, so that the output is the logits.
+
+    Returns:
+        Its operator, or "" where the model ends in something else.
+    """
+    output = model.graph.outputs[0]
+    node = output.producer()
+    if node is None or node.op_type not in ("Softmax", "LogSoftmax", "ArgMax", "Sigmoid"):
+        return ""
+    source = node.inputs[0]
+    if source is None or source.shape is None or not source.shape.is_static() or len(source.shape) != 2:
+        return ""
+    default = 0 if node.op_type == "ArgMax" else 1 if opset(model) < 13 else -1
+    if node.op_type == "Sigmoid":
+        if source.shape[1] != 1:
+            return ""
+    elif node.attributes.get_int("axis", default) not in (1, -1):
+        return ""
+    head = node.op_type
+    model.graph.outputs[0] = source
+    ir.passes.common.RemoveUnusedNodesPass()(model)
+    return head

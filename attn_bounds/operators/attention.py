@@ -68,7 +68,7 @@ class BoundAttentionOperator(BoundOptimizableActivation):  # type: ignore[misc]
         self.options = options or {}
 
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
-        """Lower bound of the functional `a` (spec, batch, *shape): one coefficient per input, and the bias."""
+        """Lower bound of the functional `a` (spec, batch, *shape): a coefficient per input, and the bias."""
         raise NotImplementedError
 
     def alpha_shape(self) -> tuple[int, ...]:
@@ -97,7 +97,9 @@ class BoundAttentionOperator(BoundOptimizableActivation):  # type: ignore[misc]
         for name, size, *_ in start_nodes:
             if name != wanted:
                 continue
-            count = int(torch.Size(size).numel()) if isinstance(size, (torch.Size, list, tuple)) else int(size)
+            count = (
+                int(torch.Size(size).numel()) if isinstance(size, (torch.Size, list, tuple)) else int(size)
+            )
             batch = next(i.lower.shape[0] for i in self.inputs if i.perturbed)
             ref = next(i.lower for i in self.inputs if i.perturbed)
             self.alpha[name] = torch.full(
@@ -311,7 +313,10 @@ class BoundAttentionAverage(BoundAttentionOperator):
 
     def alpha_shape(self) -> tuple[int, ...]:
         shape = tuple(self.output_shape[1:])
-        return (*shape[:-1], shape[-1] + 1)  # mix of planes per output, and the row's weight of lse against key
+        return (
+            *shape[:-1],
+            shape[-1] + 1,
+        )  # mix of planes per output, and the row's weight of lse against key
 
     def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
         return average_range(*v[0][:2], *v[2][:2], p_box=v[1][:2])
@@ -344,7 +349,7 @@ class BoundAttentionAverage(BoundAttentionOperator):
         return None, plane.bias + (plane.values * _box(v)[0]).flatten(2).sum(-1)
 
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
-        s, p, v = self.inputs
+        _, p, v = self.inputs
         if alpha is None or not (p.perturbed and v.perturbed):
             if self.relaxation == "lse" or not p.perturbed:
                 on_p, on_v, bias = self._lse(a, 0.5)

@@ -275,7 +275,7 @@ class KeyPlane(NamedTuple):
 def key_lower_plane(
     a: Tensor, s_lower: Tensor, s_upper: Tensor, v_lower: Tensor, v_upper: Tensor
 ) -> KeyPlane:
-    """Lower bound of `⟨a, softmax(S) V⟩` whose only slope is the key-sensitivity term `P dV` (theory.md, (1)).
+    """Lower bound of `⟨a, softmax(S) V⟩` whose only slope is the key-sensitivity term, `P dV` (theory (1)).
 
     With P the probabilities at the scores' midpoint and y the functional's values per key,
     `Σ_c p'_c y_c ≥ Σ_c P_c y_c + min_p' Σ (p'_c − P_c) y⁰_c − Σ max|p'_c − P_c| rad(y_c)` row by row. The

@@ -1,0 +1,142 @@
+"""What certification returns: certificates and radii, and how results of several methods merge."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import lirpa
+from .properties import InputSet, Specification
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Outcome for one input.
+
+    Attributes:
+        status: "verified", "falsified" or "unknown".
+        margin: lower bound of the smallest margin (None where no bound was computed). It holds for every
+            point of the input set; positive means verified.
+        margins: lower bound per row of the specification; for a classification these are the other classes.
+        rows: the class (or "target" of a binary model) that each margin is against; None for VNN-LIB.
+        counterexample: input in the model's own units, (1, *input), replayed in onnxruntime; or None.
+        eps: radius (None for a box of its own widths); norm: 1, 2 or inf.
+        method: the one whose bound is reported; `tried` has every method that ran with margin and seconds.
+        reason: why it is unknown, in words.
+        options, versions: what is needed to repeat the computation.
+        model_sha256, input_sha256: of the ONNX file ("" for a torch module) and of centre and limits.
+    """
+
+    status: str
+    margin: float | None
+    margins: list[float] | None
+    rows: list[int] | None
+    eps: float | None
+    norm: float
+    method: str
+    seconds: float
+    reason: str = ""
+    counterexample: Tensor | None = None
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    model_sha256: str = ""
+    input_sha256: str = ""
+
+    @property
+    def verified(self) -> bool:
+        return self.status == "verified"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain JSON types."""
+        d = asdict(replace(self, counterexample=None))
+        if self.counterexample is not None:
+            d["counterexample"] = self.counterexample.flatten().tolist()
+        return jsonable(d)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Radius:
+    """Certified radius of one input.
+
+    Attributes:
+        radius: largest radius that was certified (0 if none); a lower bound of the true robust radius.
+        attack_radius: smallest radius at which the attack found a counterexample (inf if none).
+        evaluations: number of bound computations.
+    """
+
+    radius: float
+    attack_radius: float
+    norm: float
+    method: str
+    seconds: float
+    evaluations: int
+    reason: str = ""
+
+
+def jsonable(value: Any) -> Any:
+    """JSON has no infinities: they become the strings "inf", "-inf"; NaN becomes null."""
+    if isinstance(value, dict):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def merge(old: Certificate, stage: str, row: Tensor, spec: Specification, seconds: float) -> dict[str, Any]:
+    """What changes in a result when a method's row bounds arrive: the best bound per row counts."""
+    if not bool(torch.isfinite(row).all()):
+        reason = old.reason if old.margins else f"the bound of {stage} is not finite"
+        return {
+            "tried": [*old.tried, {"method": stage, "margin": None, "seconds": seconds}],
+            "reason": reason,
+        }
+    margin = float(spec.margin(row))
+    best = row if old.margins is None else torch.maximum(row, torch.tensor(old.margins, dtype=row.dtype))
+    total = float(spec.margin(best))
+    return {
+        "tried": [*old.tried, {"method": stage, "margin": margin, "seconds": seconds}],
+        "status": "verified" if total > 0 else "unknown",
+        "reason": "" if total > 0 else "the bound is not positive and no counterexample was found",
+        "margin": total,
+        "margins": best.tolist(),
+        "method": stage if old.margin is None or margin >= old.margin else old.method,
+    }
+
+
+def worse(a: Certificate, b: Certificate) -> Certificate:
+    order = {"falsified": 0, "unknown": 1, "verified": 2}
+
+    def key(c: Certificate) -> tuple[int, float]:
+        return order[c.status], -math.inf if c.margin is None else c.margin
+
+    return min(a, b, key=key)
+
+
+def digest(s: InputSet) -> str:
+    h = hashlib.sha256(f"{s.norm} {s.eps}".encode())
+    for t in (s.center, s.lower, s.upper):
+        if t is not None:
+            h.update(np.ascontiguousarray(t.detach().cpu().double().numpy()).tobytes())
+    return h.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    import onnxruntime
+
+    return {
+        "auto_LiRPA": lirpa.version(),
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,548 @@
+"""`Verifier`: one loaded model, its graphs in auto_LiRPA, and everything that is asked of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from . import lirpa
+from .attack import attack_radius, pgd
+from .errors import InputError
+from .pixels import PixelUnits
+from .properties import InputSet, Property, Specification
+from .results import Certificate, Radius, digest, merge, versions, worse
+
+if TYPE_CHECKING:
+    from .module import BoundedModule
+
+OWN_METHODS = ("ibp", "crown", "alpha-crown")
+STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
+METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
+AUTO = ("ibp", "crown", "alpha-crown")  # cheap to tight
+_LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN", "alpha-crown": "alpha-crown"}
+
+# Units in the last place, relative to the outputs' size, that a bound loses to our own rounding: the longest
+# chain of float32 sums in a bound is a few thousand terms, whose errors add up like their root.
+SLACK_ULPS = 256.0
+
+
+def check_method(method: str) -> str:
+    """Return the method; raises InputError with the known ones."""
+    if method not in METHODS:
+        raise InputError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    return method
+
+
+class Verifier:
+    """One model, ready to certify many inputs: modules and auto_LiRPA graphs are built once per method.
+
+    Arguments:
+        model: path of an ONNX file, or a torch module (batch, *input) → (batch, classes) whose attention is
+            written with `onnx_export.attention`.
+        input_shape: of one sample; needed for a torch module.
+        dtype: torch.float32 or torch.float64, for bounds and attack.
+        device: where bounds are computed.
+        mean, std: per channel; input sets are then in pixel units, and `x` still in the model's units.
+        logits: take a final Softmax, ArgMax or single Sigmoid off, and bound the logits.
+        relaxation: of attention in our methods, "lse" or "key".
+
+    Raises:
+        InputError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        input_shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        logits: bool = True,
+        relaxation: str = "lse",
+    ) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise InputError(f"dtype {dtype} is not supported; use float32 or float64")
+        self.dtype, self.device, self.relaxation, self.logits = (
+            dtype,
+            torch.device(device),
+            relaxation,
+            logits,
+        )
+        self.oracle: Any = None
+        self.head = self.model_sha256 = ""
+        self.path: Path | None = None
+        if isinstance(model, nn.Module):
+            if input_shape is None:
+                raise InputError("a torch module needs input_shape, the shape of one input without the batch")
+            self._module: nn.Module = model
+            self.input_shape = tuple(input_shape)
+        else:
+            import onnx_export
+
+            self.path = Path(model)
+            loaded = onnx_export.load(self.path, dtype=dtype, logits=logits)
+            self._module, self.input_shape = loaded, loaded.input_shape
+            self.head, self.model_sha256 = loaded.info.head, loaded.info.sha256
+            self.oracle = onnx_export.Oracle(self.path)
+        self._scaling = (mean, std) if mean is not None or std is not None else None
+        self.module = self._wrap(self._module)
+        with torch.no_grad():
+            example = torch.zeros((1, *self.input_shape), dtype=dtype, device=self.device)
+            out = self.module(example)
+        if out.ndim < 2 or out.shape[0] != 1:
+            raise InputError(
+                f"the model returns shape {tuple(out.shape)} for batch 1; (1, outputs) is needed"
+            )
+        self.outputs = out[0].numel()
+        self._graphs: dict[bool, BoundedModule] = {}
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
+        if self._scaling is None:
+            return module.to(self.device)
+        mean, std = self._scaling
+        wrapped = PixelUnits(module, mean or [0.0], std or [1.0], len(self.input_shape))
+        channels = self.input_shape[0]
+        for name, v in (("mean", mean), ("std", std)):
+            if v is not None and len(v) not in (1, channels):
+                raise InputError(f"{name} has {len(v)} values; the input has {channels} channels")
+        return wrapped.to(self.device, self.dtype)
+
+    # -- input sets and specifications ------------------------------------------------------------------
+
+    def input(self, x: Tensor) -> Tensor:
+        """Check one input and give it the batch dimension. (*input) or (1, *input) → (1, *input)."""
+        x = torch.as_tensor(x)
+        if tuple(x.shape) == self.input_shape:
+            x = x.unsqueeze(0)
+        if tuple(x.shape) != (1, *self.input_shape):
+            raise InputError(
+                f"input has shape {tuple(x.shape)}; the model takes {self.input_shape} (one sample)"
+            )
+        if not bool(torch.isfinite(x).all()):
+            raise InputError("the input has values that are NaN or infinite")
+        return x.to(self.dtype)
+
+    def ball(self, x: Tensor, norm: float, eps: float, clip: tuple[float, float] | None = None) -> InputSet:
+        """lp ball around x (in the model's units); eps and clip are in pixel units if mean/std were given."""
+        x = self.input(x)
+        if isinstance(self.module, PixelUnits):
+            x = self.module.to_pixels(x)
+        return InputSet.ball(x, norm, eps, clip)
+
+    def specification(
+        self, label: int, targets: Sequence[int] | None = None, top_k: int = 1
+    ) -> Specification:
+        """Margins of the label against all other classes, some of them, or staying among the top k.
+
+        A model with one output is binary: label 1 means the logit stays positive, label 0 negative.
+        """
+        if self.outputs == 1:
+            if label not in (0, 1):
+                raise InputError(f"label {label} out of range: a model with one output has labels 0 and 1")
+            sign = 1.0 if label else -1.0
+            return Specification(torch.tensor([[sign]]), torch.zeros(1), ((0,),))
+        if top_k != 1:
+            if targets is not None:
+                raise InputError("targets and top_k cannot be combined")
+            return Specification.top_k(label, self.outputs, top_k)
+        return Specification.classification(label, self.outputs, targets)
+
+    # -- bounds -----------------------------------------------------------------------------------------
+
+    def graph(self, stock: bool) -> BoundedModule:
+        """auto_LiRPA's graph: with our operators, or decomposed for its own."""
+        if stock not in self._graphs:
+            from .module import BoundedModule, StockModule
+
+            module = self._module
+            if stock and self.path is not None:
+                import onnx_export
+
+                module = onnx_export.load(
+                    self.path, dtype=self.dtype, attention="decomposed", logits=self.logits, check=False
+                )
+            wrapped = self.module if module is self._module else self._wrap(module)
+            example = torch.zeros((1, *self.input_shape), dtype=self.dtype, device=self.device)
+            kind = StockModule if stock else BoundedModule
+            graph = kind(wrapped, example, {"attention_relaxation": self.relaxation}, device=self.device)
+            self._check_graph(graph, wrapped)
+            self._graphs[stock] = graph
+        return self._graphs[stock]
+
+    def _check_graph(self, graph: BoundedModule, module: nn.Module) -> None:
+        """auto_LiRPA builds its own graph from a trace: it must still compute the same."""
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn((2, *self.input_shape), generator=generator, dtype=self.dtype).to(self.device)
+        with torch.no_grad(), lirpa.default_dtype(self.dtype):
+            expected, found = module(x), graph(x)
+        scale = max(1.0, float(expected.abs().max()))
+        if found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-5 * scale:
+            return
+        values = list(module.values(x).values()) if hasattr(module, "values") else [expected]
+        for node in graph.all_nodes():
+            v = getattr(node, "forward_value", None)
+            if (
+                not node.inputs
+                or not isinstance(v, Tensor)
+                or not v.is_floating_point()
+                or not node.from_input
+            ):
+                continue
+            same = [w for w in values if w.shape == v.shape]
+            if same and all(float((w - v).abs().max()) > 1e-5 * scale for w in same):
+                raise InputError(
+                    f"auto_LiRPA {lirpa.version()} does not compute what the model does; first node that "
+                    f"differs: {type(node).__name__} {node.name}, shape {tuple(v.shape)}"
+                )
+        raise InputError(f"auto_LiRPA {lirpa.version()} does not compute what the model does")
+
+    def row_bounds(self, inputs: Sequence[InputSet], specs: Sequence[Specification], method: str) -> Tensor:
+        """Lower bounds of every row `A y − b` over each input set, rounding slack taken off.
+
+        Arguments:
+            inputs: of the same norm; one batch.
+            specs: one per input, with the same number of rows.
+            method: any but "auto".
+
+        Returns:
+            (batch, rows), float64; NaN or infinite values are passed on.
+        """
+        stock = method.startswith("stock-")
+        graph = self.graph(stock)
+        norm = inputs[0].norm
+        if any(s.norm != norm for s in inputs) or len({len(s.A) for s in specs}) != 1:
+            raise ValueError("inputs of one batch share the norm, and specifications their number of rows")
+        sets = [s.to(self.dtype) for s in inputs]
+        x = torch.cat([s.center for s in sets]).to(self.device)
+        if norm == math.inf:
+            limits = [torch.cat([getattr(s, n) for s in sets]).to(self.device) for n in ("lower", "upper")]
+            x = (limits[0] + limits[1]) / 2
+            ptb = lirpa.perturbation(norm, None, *limits)
+        else:
+            eps = torch.tensor([[s.eps] for s in sets], dtype=self.dtype, device=self.device)
+            ptb = lirpa.perturbation(norm, eps)
+        functionals = torch.stack([s.A for s in specs]).to(x)
+        bounded = lirpa.__getattr__("BoundedTensor")(x, ptb)
+        name = method.removeprefix("stock-")
+        with torch.set_grad_enabled(name == "alpha-crown"):
+            lower, _ = graph.compute_bounds(
+                x=(bounded,), C=functionals, method=_LIRPA_NAME[name], bound_upper=name == "ibp"
+            )
+        lower = lower.detach().double()
+        finite = True
+        for node in graph.all_nodes():
+            bound = getattr(node, "lower", None)
+            if isinstance(bound, Tensor) and node.perturbed and bound.is_floating_point():
+                # auto_LiRPA turns 0·inf into 0: an infinite intermediate bound makes the result worthless
+                finite = finite and bool(torch.isfinite(bound).all())
+        if not finite:
+            lower = torch.full_like(lower, math.nan)
+        with torch.no_grad():
+            size = self.module(x).flatten(1).abs().amax(1).double().clamp(min=1.0)
+        offsets = torch.stack([s.b for s in specs]).to(lower)
+        weight = functionals.abs().sum(-1).double()
+        slack = SLACK_ULPS * torch.finfo(self.dtype).eps * (size[:, None] * weight + offsets.abs())
+        slack = slack + 16 * torch.finfo(self.dtype).eps * lower.abs()
+        return (lower - offsets - slack).cpu()
+
+    # -- counterexamples --------------------------------------------------------------------------------
+
+    def violates(self, x: Tensor, spec: Specification) -> bool:
+        """Whether the model's own output at x (model units) violates strictly, in onnxruntime for a file."""
+        if self.oracle is None:
+            with torch.no_grad():
+                y = self._module(x.to(self.dtype)).flatten(1)
+        else:
+            y = self.oracle(x).flatten(1)
+            if self.head == "ArgMax":
+                y = torch.nn.functional.one_hot(y.long().flatten(), self.outputs)
+            elif self.head == "Sigmoid":
+                y = y - 0.5  # differences of probabilities and of logits have the same sign
+        return bool(spec.margin(spec.margins(y.double())) < 0)
+
+    def falsify(
+        self, inputs: InputSet, spec: Specification, *, restarts: int = 10, steps: int = 50, seed: int = 0
+    ) -> Tensor | None:
+        """A counterexample (1, *input) in the model's units that survives the replay, or None."""
+        result = pgd(
+            self.module,
+            inputs,
+            spec,
+            restarts=restarts,
+            steps=steps,
+            seed=seed,
+            stop_early=True,
+            dtype=self.dtype,
+        )
+        if not result.found:
+            return None
+        x = result.x
+        if isinstance(self.module, PixelUnits):
+            x = self.module.to_model(x)
+        return x if self.violates(x, spec) else None
+
+    # -- certificates -----------------------------------------------------------------------------------
+
+    def stages(self, method: str) -> tuple[str, ...]:
+        """The methods that run for `method`, in order."""
+        return AUTO if check_method(method) == "auto" else (method,)
+
+    def describe(self, method: str) -> dict[str, Any]:
+        """Options that decide what a method computes, for the record."""
+        stock = method.startswith("stock-")
+        d: dict[str, Any] = {"dtype": str(self.dtype).removeprefix("torch."), **lirpa.OPTIONS}
+        if "alpha" in method or method == "auto":
+            d["optimize"] = lirpa.STOCK_OPTIMIZE if stock else lirpa.OPTIMIZE
+        if stock:
+            from .operators.repairs import repairs
+
+            d["operators"] = repairs()[1]
+        else:
+            d["operators"], d["relaxation"] = "attn_bounds", self.relaxation
+        if self.head:
+            d["head_taken_off"] = self.head
+        return d
+
+    def certify_set(
+        self,
+        inputs: InputSet,
+        spec: Specification,
+        *,
+        method: str = "auto",
+        attack: bool = True,
+        restarts: int = 10,
+        steps: int = 50,
+        seed: int = 0,
+        rows: list[int] | None = None,
+        report: Callable[[Certificate], None] | None = None,
+    ) -> Certificate:
+        """Certify one input set against one specification.
+
+        Arguments:
+            report: called with the result so far after every stage (the attack is one).
+        """
+        return next(
+            iter(
+                self.certify_batch(
+                    [inputs],
+                    [spec],
+                    method=method,
+                    attack=attack,
+                    restarts=restarts,
+                    steps=steps,
+                    seed=seed,
+                    rows=[rows],
+                    report=None if report is None else lambda _, c: report(c),
+                )
+            )
+        )
+
+    def certify_batch(
+        self,
+        inputs: Sequence[InputSet],
+        specs: Sequence[Specification],
+        *,
+        method: str = "auto",
+        attack: bool = True,
+        restarts: int = 10,
+        steps: int = 50,
+        seed: int = 0,
+        rows: Sequence[list[int] | None] | None = None,
+        report: Callable[[int, Certificate], None] | None = None,
+    ) -> list[Certificate]:
+        """`certify_set` for several inputs of one norm; bounds are computed in one pass per method."""
+        stages = self.stages(method)
+        start = time.perf_counter()
+        options = {
+            **self.describe(method),
+            "attack": attack,
+            "restarts": restarts,
+            "steps": steps,
+            "seed": seed,
+        }
+        results = [
+            Certificate(
+                status="unknown",
+                margin=None,
+                margins=None,
+                rows=None if rows is None else rows[i],
+                eps=s.eps,
+                norm=s.norm,
+                method=method,
+                seconds=0.0,
+                reason="nothing was computed",
+                options=options,
+                versions=versions(),
+                model_sha256=self.model_sha256,
+                input_sha256=digest(s),
+            )
+            for i, s in enumerate(inputs)
+        ]
+
+        def update(i: int, **changes: Any) -> None:
+            results[i] = replace(results[i], seconds=time.perf_counter() - start, **changes)
+            if report is not None:
+                report(i, results[i])
+
+        if attack:
+            for i, (s, spec) in enumerate(zip(inputs, specs, strict=True)):
+                x = self.falsify(s, spec, restarts=restarts, steps=steps, seed=seed)
+                if x is not None:
+                    update(i, status="falsified", counterexample=x, method="attack", reason="")
+        for stage in stages:
+            todo = [i for i, r in enumerate(results) if r.status == "unknown"]
+            if not todo:
+                break
+            begin = time.perf_counter()
+            bounds = self.row_bounds([inputs[i] for i in todo], [specs[i] for i in todo], stage)
+            seconds = (time.perf_counter() - begin) / len(todo)
+            for i, row in zip(todo, bounds, strict=True):
+                update(i, **merge(results[i], stage, row, specs[i], seconds))
+        return results
+
+    def certify_inputs(
+        self,
+        samples: Sequence[Tensor],
+        labels: Sequence[int],
+        *,
+        norm: float,
+        eps: float,
+        targets: Sequence[int] | None = None,
+        top_k: int = 1,
+        clip: tuple[float, float] | None = None,
+        batch: int = 1,
+        **kwargs: Any,
+    ) -> list[Certificate]:
+        """Certify lp balls around several inputs, `batch` of them per pass.
+
+        A larger batch is faster on small models and takes memory in proportion; seconds are shared.
+        """
+        results: list[Certificate] = []
+        for first in range(0, len(samples), batch):
+            part = range(first, min(first + batch, len(samples)))
+            balls = [self.ball(samples[i], norm, eps, clip) for i in part]
+            specs = [self.specification(labels[i], targets, top_k) for i in part]
+            rows = [self.row_names(labels[i], targets) for i in part]
+            results += self.certify_batch(balls, specs, rows=rows, **kwargs)
+        return results
+
+    def row_names(self, label: int, targets: Sequence[int] | None) -> list[int]:
+        """The class that each row of `specification` compares the label with."""
+        if self.outputs == 1:
+            return [1 - label]
+        return [j for j in sorted(set(targets or range(self.outputs))) if j != label]
+
+    def certify_property(self, prop: Property, **kwargs: Any) -> Certificate:
+        """Certify a VNN-LIB property: every case (input box and specification) must hold."""
+        worst: Certificate | None = None
+        for inputs, spec in prop.cases:
+            found = self.certify_set(inputs, spec, **kwargs)
+            if worst is None:
+                worst = found
+            else:
+                total = worst.seconds + found.seconds
+                worst = replace(worse(worst, found), seconds=total)
+            if worst.status == "falsified":
+                break
+        assert worst is not None
+        return worst
+
+    # -- radii --------------------------------------------------------------------------------------------
+
+    def certified_radius(
+        self,
+        x: Tensor,
+        spec: Specification,
+        *,
+        norm: float,
+        method: str = "auto",
+        tol: float = 0.01,
+        upper: float | None = None,
+        clip: tuple[float, float] | None = None,
+        attack: bool = True,
+        restarts: int = 10,
+        steps: int = 50,
+        seed: int = 0,
+        report: Callable[[Radius], None] | None = None,
+    ) -> Radius:
+        """Largest radius that `method` certifies around x, by bisection to `tol` (relative).
+
+        Every radius returned was certified itself; radii between it and zero follow, the sets being
+        nested. The attack's radius bounds the search from above.
+
+        Arguments:
+            upper: largest radius tried; default the size of the input (norm of the centre, at least 1).
+            report: called with the result so far after every evaluation.
+        """
+        stages = self.stages(method)
+        start = time.perf_counter()
+        center = self.ball(x, norm, 0.0, clip).center
+        if upper is None:
+            upper = max(1.0, float(torch.linalg.vector_norm(center.double().flatten(), norm)))
+        attacked = math.inf
+        if attack:
+            attacked = attack_radius(
+                self.module,
+                center,
+                norm,
+                spec,
+                upper=upper,
+                clip=clip,
+                restarts=restarts,
+                steps=steps,
+                seed=seed,
+                dtype=self.dtype,
+            )
+        result = Radius(0.0, attacked, norm, method, time.perf_counter() - start, 0)
+
+        def certified(eps: float) -> bool:
+            nonlocal result
+            ball = InputSet.ball(center, norm, eps, clip)
+            best = None
+            for stage in stages:
+                row = self.row_bounds([ball], [spec], stage)[0]
+                if not bool(torch.isfinite(row).all()):
+                    continue
+                best = row if best is None else torch.maximum(best, row)
+                if float(spec.margin(best)) > 0:
+                    break
+            ok = best is not None and float(spec.margin(best)) > 0
+            result = replace(
+                result,
+                radius=max(result.radius, eps) if ok else result.radius,
+                seconds=time.perf_counter() - start,
+                evaluations=result.evaluations + 1,
+            )
+            if report is not None:
+                report(result)
+            return ok
+
+        high = min(attacked, upper)
+        if high <= 0 or not certified(0.0):
+            return replace(
+                result, reason="the centre itself is not certified", seconds=time.perf_counter() - start
+            )
+        if attacked == math.inf and certified(upper):
+            return replace(result, reason=f"certified up to the largest radius tried, {upper:g}")
+        low, probe = 0.0, high / 4
+        while low == 0.0 and probe > 1e-6 * high:
+            if certified(probe):
+                low = probe
+            else:
+                high, probe = probe, probe / 4
+        while low > 0 and high > low * (1 + tol):
+            middle = math.sqrt(low * high)
+            if certified(middle):
+                low = middle
+            else:
+                high = middle
+        return result
