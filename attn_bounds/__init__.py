@@ -1,6 +1,6 @@
 """Certified bounds for transformers: attention operators for auto_LiRPA.
 
-`import attn_bounds` is light: auto_LiRPA, onnx and onnxruntime are loaded by the names that need them.
+`import attn_bounds` is light: torch, auto_LiRPA, onnx and onnxruntime are loaded by the names that need them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .errors import AttnBoundsError, InputError, UnsupportedModelError
-from .properties import InputSet, Property, Specification, read_vnnlib
 
 if TYPE_CHECKING:
     from .attack import attack_radius, pgd
     from .certify import certified_radius, certify
     from .module import BoundedModule
+    from .properties import InputSet, Property, Specification, read_vnnlib
     from .results import Certificate, Radius
     from .verifier import METHODS, Verifier
 
@@ -24,12 +24,16 @@ _LAZY = {
     "BoundedModule": "module",
     "METHODS": "verifier",
     "Certificate": "results",
+    "InputSet": "properties",
+    "Property": "properties",
     "Radius": "results",
+    "Specification": "properties",
     "Verifier": "verifier",
     "attack_radius": "attack",
     "certified_radius": "certify",
     "certify": "certify",
     "pgd": "attack",
+    "read_vnnlib": "properties",
 }
 
 

@@ -59,7 +59,7 @@ def pgd(
     starts: (k, *features), extra starting points, projected into the set; they replace random ones.
 
     Raises InputError for bad options, an output that does not fit the specification, and a model that
-    returns NaN at every point. Same seed, same result."""
+    returns NaN or inf at every point. Same seed, same result."""
     if restarts < 1 or steps < 0 or (step_size is not None and not 0 < step_size < math.inf):
         raise InputError(
             f"restarts {restarts}, steps {steps}, step_size {step_size}: needs restarts >= 1, steps >= 0, "
@@ -96,7 +96,7 @@ def pgd(
         momentum = MOMENTUM * momentum + _normalised(gradient, generator)
         x = _step(inputs, x, momentum, frank_wolfe, step, steps, step_size)
     if best.margin == math.inf:
-        raise InputError("the model returned NaN at every point that the attack tried; check its weights")
+        raise InputError("the model returned NaN or inf at every point that was tried; check its weights")
     return best
 
 
@@ -112,7 +112,7 @@ def _starting_points(
     outward = torch.linspace(0, 1, restarts, dtype=dtype, device=x.device).reshape(-1, *[1] * (x.dim() - 1))
     x = center + outward * (x - center)
     if starts is not None and len(starts):
-        extra = starts.to(x)
+        extra = inputs.project(starts.to(x))
         x = torch.cat([x[:1], extra, x[1 + len(extra) :]])
     return inputs.project(x)
 

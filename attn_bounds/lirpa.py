@@ -103,6 +103,17 @@ def _accept_remove_duplicate(module: Any) -> None:
     module._named_members = named_members
 
 
+def _buffers_are_constants(buffers: Any) -> None:
+    """0.3 takes buffers for inputs with a batch dimension: bounds of a batch then mix the samples."""
+    original = buffers.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.from_input = False
+
+    buffers.__init__ = init
+
+
 def package() -> types.ModuleType:
     """auto_LiRPA, imported on the first call.
 
@@ -119,7 +130,9 @@ def package() -> types.ModuleType:
                 _supply_what_0_3_misses()
                 _package = importlib.import_module("auto_LiRPA")
                 _accept_remove_duplicate(_package.BoundedModule)
-                importlib.import_module("auto_LiRPA.bound_ops")
+                ops = importlib.import_module("auto_LiRPA.bound_ops")
+                if is_old():
+                    _buffers_are_constants(ops.BoundBuffers)
             except Exception as e:
                 _package = None
                 raise ImportError(f"{HOW_TO_GET_IT}\n(importing it failed: {type(e).__name__}: {e})") from e

@@ -38,6 +38,10 @@ class NodeStore:
         self._key: Any = None
         self._data: dict[str, dict[str, Any]] = {}
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._key, self._data = None, {}
+
     @staticmethod
     def key(x: Sequence[Any]) -> Any:
         parts: list[Any] = []
@@ -92,6 +96,8 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         opts["optimize_bound_args"] = {**self.OPTIMIZE, **opts.get("optimize_bound_args", {})}
         ops = {**replaced, **operators(), **(custom_ops or {})}
         example = global_input[0] if isinstance(global_input, (tuple, list)) else global_input
+        if device == "auto":
+            device = next((t.device for t in (*model.parameters(), *model.buffers())), example.device)
         training = model.training
         with lirpa.tracing(), lirpa.default_dtype(example.dtype), torch.no_grad():
             super().__init__(model.eval(), global_input, opts, device, verbose, ops)
@@ -163,6 +169,12 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         if self._running:  # auto_LiRPA's optimisation calls this method for every iteration
             return super().compute_bounds(x, aux, C, method, *args, **kwargs)
         name = str(method).lower()
+        perturbed = sum(getattr(v, "ptb", None) is not None for v in x or ())
+        if "forward" in name and perturbed > 1 and not lirpa.is_old():
+            raise NotImplementedError(
+                f"auto_LiRPA {lirpa.version()} returns wrong bounds in forward mode for several perturbed inputs; "
+                "use CROWN, or one input"
+            )
         self._running = True
         try:
             with lirpa.default_dtype(self.dtype):
@@ -193,9 +205,8 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         data = self.store.of(x)
         for node in self.all_nodes():
             lower, upper = getattr(node, "lower", None), getattr(node, "upper", None)
-            if not (node.perturbed and node.inputs and isinstance(lower, Tensor) and isinstance(upper, Tensor)):
-                continue
-            if lower.shape == node.output_shape:
+            bounded = isinstance(lower, Tensor) and isinstance(upper, Tensor)
+            if bounded and node.perturbed and node.inputs and lower.shape == node.output_shape:
                 data.setdefault(node.name, {})["bounds"] = (lower.detach(), upper.detach())
         data.pop(self.final_name, None)
 
@@ -205,9 +216,11 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
 
     def _optimised_nodes(self) -> list[Any]:
         if lirpa.is_old():
-            return [n for n in self.optimizable_activations if n.perturbed]
-        self._set_used_nodes(self.final_node())
-        return list(self.get_enabled_opt_act())
+            nodes = [n for n in self.optimizable_activations if n.perturbed]
+        else:
+            self._set_used_nodes(self.final_node())
+            nodes = list(self.get_enabled_opt_act())
+        return [n for n in nodes if not (isinstance(n, BoundAttentionOperator) and n.is_linear())]
 
     def _alpha_crown(
         self, x: Sequence[Any], C: Any, bound_lower: bool = True, bound_upper: bool = True, **kwargs: Any
@@ -226,6 +239,8 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
             if not given:
                 self._remember(x)
                 given = self.intermediate_bounds(x)
+            if not activations:
+                return plain  # nothing is relaxed, nothing can be optimised
             size = self.final_node().output_shape[1:].numel() if C is None else C.shape[1]
             start = (self.final_name, size, None) if lirpa.is_old() else (self.final_name, size, None, True)
             for node in activations:

@@ -239,7 +239,7 @@ class InputSet:
             far = z[over] - center
             size, room = far.abs(), self._room(far)
             if self.norm == 2:
-                short = torch.minimum(_scale_to_radius(size, room, target).clamp(max=1) * size, room)
+                short = torch.minimum(_scale_to_radius(size, room, target) * size, room)
             else:
                 short = _soft_threshold(size, room, target)
             delta[over] = short.copysign(far)

@@ -95,7 +95,9 @@ def jsonable(value: Any) -> Any:
 def merge(old: Certificate, stage: str, row: Tensor, spec: Specification, seconds: float) -> dict[str, Any]:
     """What changes in a result when a method's row bounds arrive: the best bound per row counts."""
     if not bool(torch.isfinite(row).all()):
-        reason = old.reason if old.margins else f"the bound of {stage} is not finite"
+        reason = f"the bound of {stage} is NaN or infinite"
+        if old.margins or "infinite" in old.reason:
+            reason = f"{old.reason}; {reason}"
         return {
             "tried": [*old.tried, {"method": stage, "margin": None, "seconds": seconds}],
             "reason": reason,

@@ -178,6 +178,16 @@ class Verifier:
             self._graphs[stock] = graph
         return self._graphs[stock]
 
+    def prepare(self, method: str) -> None:
+        """Build the graphs that a method needs, so that the first input does not pay for them."""
+        for stage in self.stages(method):
+            self.graph(stage.startswith("stock-"))
+
+    def forget(self) -> None:
+        """Drop bounds kept from the last input: another method on it would get them for nothing."""
+        for graph in self._graphs.values():
+            graph.store.clear()
+
     def _check_graph(self, graph: BoundedModule, module: nn.Module) -> None:
         """auto_LiRPA builds its own graph from a trace: it must still compute the same."""
         generator = torch.Generator().manual_seed(1)
@@ -185,8 +195,10 @@ class Verifier:
         with torch.no_grad(), lirpa.default_dtype(self.dtype):
             expected, found = module(x), graph(x)
         scale = max(1.0, float(expected.abs().max()))
-        if found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-5 * scale:
-            return
+        if found.shape == expected.shape:
+            same = (found == expected) | (found.isnan() & expected.isnan())  # NaN weights are found out later
+            if bool((same | ((found - expected).abs() <= 1e-5 * scale)).all()):
+                return
         values = list(module.values(x).values()) if hasattr(module, "values") else [expected]
         for node in graph.all_nodes():
             v = getattr(node, "forward_value", None)
@@ -254,6 +266,10 @@ class Verifier:
         slack = slack + 16 * torch.finfo(self.dtype).eps * lower.abs()
         return (lower - offsets - slack).cpu()
 
+    def _finite_at(self, center: Tensor) -> bool:
+        with torch.no_grad():
+            return bool(torch.isfinite(self.module(center.to(self.device, self.dtype))).all())
+
     # -- counterexamples --------------------------------------------------------------------------------
 
     def violates(self, x: Tensor, spec: Specification) -> bool:
@@ -273,6 +289,8 @@ class Verifier:
         self, inputs: InputSet, spec: Specification, *, restarts: int = 10, steps: int = 50, seed: int = 0
     ) -> Tensor | None:
         """A counterexample (1, *input) in the model's units that survives the replay, or None."""
+        if not self._finite_at(inputs.center):
+            return None  # nothing to descend on; the bounds say what is wrong
         result = pgd(
             self.module,
             inputs,
@@ -328,7 +346,7 @@ class Verifier:
         """Certify one input set against one specification.
 
         Arguments:
-            report: called with the result so far after every stage (the attack is one).
+            report: called with the result so far, at the start and after every stage (the attack is one).
         """
         return next(
             iter(
@@ -393,11 +411,19 @@ class Verifier:
             if report is not None:
                 report(i, results[i])
 
+        for i in range(len(results)):
+            update(i)
         if attack:
             for i, (s, spec) in enumerate(zip(inputs, specs, strict=True)):
+                begin = time.perf_counter()
                 x = self.falsify(s, spec, restarts=restarts, steps=steps, seed=seed)
-                if x is not None:
-                    update(i, status="falsified", counterexample=x, method="attack", reason="")
+                tried = [{"method": "attack", "margin": None, "seconds": time.perf_counter() - begin}]
+                if x is None:
+                    update(i, tried=tried, reason="no bound was computed; the attack found nothing")
+                else:
+                    update(
+                        i, status="falsified", counterexample=x, method="attack", reason="", tried=tried
+                    )
         for stage in stages:
             todo = [i for i, r in enumerate(results) if r.status == "unknown"]
             if not todo:
@@ -442,15 +468,45 @@ class Verifier:
         return [j for j in sorted(set(targets or range(self.outputs))) if j != label]
 
     def certify_property(self, prop: Property, **kwargs: Any) -> Certificate:
-        """Certify a VNN-LIB property: every case (input box and specification) must hold."""
+        """Certify a VNN-LIB property: every case (input box and specification) must hold.
+
+        Raises:
+            InputError: mean/std were given; the boxes of a property are in the model's own units.
+        """
+        if self._scaling is not None:
+            raise InputError(f"property {prop.name}: its boxes are in the model's units; leave mean/std away")
+        return self.certify_cases(prop.cases, **kwargs)
+
+    def certify_cases(
+        self,
+        cases: Sequence[tuple[InputSet, Specification]],
+        *,
+        report: Callable[[Certificate], None] | None = None,
+        **kwargs: Any,
+    ) -> Certificate:
+        """The worst of several `certify_set`; they hold together only if all do.
+
+        Arguments:
+            report: called with the result so far, which is not "verified" before the last case is.
+        """
         worst: Certificate | None = None
-        for inputs, spec in prop.cases:
-            found = self.certify_set(inputs, spec, **kwargs)
+
+        def together(found: Certificate) -> Certificate:
             if worst is None:
-                worst = found
-            else:
-                total = worst.seconds + found.seconds
-                worst = replace(worse(worst, found), seconds=total)
+                return found
+            return replace(worse(worst, found), seconds=worst.seconds + found.seconds)
+
+        for number, (inputs, spec) in enumerate(cases, 1):
+
+            def so_far(found: Certificate, done: int = number) -> None:
+                found = replace(together(found), tried=found.tried)  # what of the current case has run
+                if done < len(cases) and found.status != "falsified":
+                    reason = f"case {done} of {len(cases)} was not finished"
+                    found = replace(found, status="unknown", margin=None, margins=None, reason=reason)
+                if report is not None:
+                    report(found)
+
+            worst = together(self.certify_set(inputs, spec, report=so_far, **kwargs))
             if worst.status == "falsified":
                 break
         assert worst is not None
@@ -481,7 +537,7 @@ class Verifier:
 
         Arguments:
             upper: largest radius tried; default the size of the input (norm of the centre, at least 1).
-            report: called with the result so far after every evaluation.
+            report: called with the result so far, at the start, after the attack and after every evaluation.
         """
         stages = self.stages(method)
         start = time.perf_counter()
@@ -489,7 +545,9 @@ class Verifier:
         if upper is None:
             upper = max(1.0, float(torch.linalg.vector_norm(center.double().flatten(), norm)))
         attacked = math.inf
-        if attack:
+        if report is not None:
+            report(Radius(0.0, attacked, norm, method, time.perf_counter() - start, 0))
+        if attack and self._finite_at(center):
             attacked = attack_radius(
                 self.module,
                 center,
@@ -503,6 +561,8 @@ class Verifier:
                 dtype=self.dtype,
             )
         result = Radius(0.0, attacked, norm, method, time.perf_counter() - start, 0)
+        if report is not None:
+            report(result)
 
         def certified(eps: float) -> bool:
             nonlocal result

@@ -298,11 +298,14 @@ def load(
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference relative to the size of b (not below 1); inf for other shapes or NaN."""
-    if a.shape != b.shape or not bool(torch.isfinite(b).all()):
+    """Largest difference relative to the size of b (not below 1), of what is finite in both.
+
+    inf for other shapes, and where only one is finite. (NaN in both is agreement: it is the model's own.)"""
+    finite = torch.isfinite(b)
+    if a.shape != b.shape or not torch.equal(torch.isfinite(a), finite):
         return float("inf")
-    worst = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1.0))
-    return worst if worst == worst else float("inf")
+    x, y = a[finite].double(), b[finite].double()
+    return float((x - y).abs().max() / y.abs().max().clamp(min=1.0)) if len(y) else 0.0
 
 
 def _check(path: str | Path, module: OnnxModule, dtype: torch.dtype, batches: tuple[int, ...]) -> None:

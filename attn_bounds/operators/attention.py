@@ -75,6 +75,10 @@ class BoundAttentionOperator(BoundOptimizableActivation):  # type: ignore[misc]
         """Shape of α for one functional of one sample."""
         raise NotImplementedError
 
+    def is_linear(self) -> bool:
+        """Whether nothing is relaxed, so that α has no effect: at most one operand is perturbed."""
+        return sum(bool(node.perturbed) for node in self.inputs) < 2
+
     def bound_backward(
         self, last_lA: Any, last_uA: Any, *x: Any, start_node: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Tensor | None, Tensor | None]], Any, Any]:
@@ -119,18 +123,19 @@ class BoundAttentionOperator(BoundOptimizableActivation):  # type: ignore[misc]
         return torch.zeros_like(lower, dtype=torch.bool)
 
 
-def _forward_bounds(node: Any, bound: Any) -> tuple[Any, Any, Tensor, Tensor]:
+def _forward_bounds(node: Any, bound: Any, rank: int) -> tuple[Any, Any, Tensor, Tensor]:
     """(lw, uw, lb, ub) of an input in forward mode; constants have no coefficients."""
     if node.perturbed:
         return bound.lw, bound.uw, bound.lb, bound.ub
-    value = _batched(node)[0]
+    value = _batched(node, rank)[0]
     return None, None, value, value
 
 
-def _batched(node: Any) -> tuple[Tensor, Tensor]:
-    """`_box` with a batch dimension in front (constants may lack it)."""
+def _batched(node: Any, rank: int) -> tuple[Tensor, Tensor]:
+    """`_box` with as many dimensions as the operator's output (constants may lack the batch)."""
     low, high = _box(node)
-    return (low, high) if node.batch_dim == 0 else (low.unsqueeze(0), high.unsqueeze(0))
+    missing = (1,) * (rank - low.ndim)
+    return low.reshape(missing + low.shape), high.reshape(missing + high.shape)
 
 
 def _signed_product(c: Tensor, lower: Tensor, upper: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
@@ -228,9 +233,9 @@ class BoundAttentionScores(BoundAttentionOperator):
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         q, k = self.inputs[:2]
-        lw, uw, lb, ub = _forward_product(
-            _batched(q), _batched(k), _forward_bounds(q, x[0]), _forward_bounds(k, x[1]), transpose_y=True
-        )
+        rank = len(self.output_shape)
+        bounds = _forward_bounds(q, x[0], rank), _forward_bounds(k, x[1], rank)
+        lw, uw, lb, ub = _forward_product(_batched(q, rank), _batched(k, rank), *bounds, transpose_y=True)
         s = self.scale
         if s < 0:
             lw, uw, lb, ub = uw, lw, ub, lb
@@ -249,6 +254,9 @@ class BoundAttentionWeights(BoundAttentionOperator):
 
     def forward(self, s: Tensor) -> Tensor:
         return torch.softmax(s, -1)
+
+    def is_linear(self) -> bool:
+        return not self.inputs[0].perturbed
 
     def alpha_shape(self) -> tuple[int, ...]:
         shape = tuple(self.output_shape[1:])
@@ -270,7 +278,7 @@ class BoundAttentionWeights(BoundAttentionOperator):
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         planes = softmax_planes(*_box(self.inputs[0]))
-        lw, uw, lb, ub = _forward_bounds(self.inputs[0], x[0])
+        lw, uw, lb, ub = _forward_bounds(self.inputs[0], x[0], len(self.output_shape))
 
         def combine(own: Tensor, factor: Tensor, row: Tensor, low: Tensor, high: Tensor) -> Tensor:
             # own_k s_k − factor_k Σ_j row_j s_j, from below; row and factor are not negative
@@ -311,6 +319,9 @@ class BoundAttentionAverage(BoundAttentionOperator):
     def forward(self, s: Tensor, p: Tensor, v: Tensor) -> Tensor:
         return p @ v
 
+    def is_linear(self) -> bool:
+        return not self.inputs[1].perturbed
+
     def alpha_shape(self) -> tuple[int, ...]:
         shape = tuple(self.output_shape[1:])
         return (
@@ -349,9 +360,8 @@ class BoundAttentionAverage(BoundAttentionOperator):
         return None, plane.bias + (plane.values * _box(v)[0]).flatten(2).sum(-1)
 
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
-        _, p, v = self.inputs
-        if alpha is None or not (p.perturbed and v.perturbed):
-            if self.relaxation == "lse" or not p.perturbed:
+        if alpha is None or not self.inputs[1].perturbed:
+            if self.relaxation == "lse" or not self.inputs[1].perturbed:
                 on_p, on_v, bias = self._lse(a, 0.5)
                 return [None, on_p, on_v], bias
             on_v, bias = self._key(a)
@@ -360,16 +370,15 @@ class BoundAttentionAverage(BoundAttentionOperator):
         weight = alpha[..., -1:] if self.relaxation == "key" else (2.0 * alpha[..., -1:]).clamp(max=1.0)
         on_p, on_v, bias = self._lse(a * weight, alpha[..., :-1])
         key_v, key_bias = self._key(a * (1.0 - weight))
-        assert on_v is not None and key_v is not None  # V is perturbed
-        return [None, on_p, on_v + key_v], bias + key_bias
+        return [None, on_p, on_v if on_v is None or key_v is None else on_v + key_v], bias + key_bias
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         _, p, v = self.inputs
-        v_l, v_u = _batched(v)
-        p_box = self._p_box() if p.perturbed else _batched(p)
-        lw, uw, lb, ub = _forward_product(
-            p_box, (v_l.mT, v_u.mT), _forward_bounds(p, x[1]), _forward_bounds(v, x[2]), transpose_y=False
-        )
+        rank = len(self.output_shape)
+        v_l, v_u = _batched(v, rank)
+        p_box = self._p_box() if p.perturbed else _batched(p, rank)
+        bounds = _forward_bounds(p, x[1], rank), _forward_bounds(v, x[2], rank)
+        lw, uw, lb, ub = _forward_product(p_box, (v_l.mT, v_u.mT), *bounds, transpose_y=False)
         return LinearBound(lw, lb, uw, ub)
 
 

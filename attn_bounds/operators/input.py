@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..lirpa import Bound, Interval
+from ..lirpa import Bound, Interval, LinearBound
 
 KIND = "attn_bounds::InputBox"
 
@@ -66,7 +66,8 @@ class BoundInputBox(Bound):  # type: ignore[misc]
         return [(last_lA, last_uA)], 0, 0
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
-        return x[0]
+        # a new object: the root's carries its zero-width box along
+        return LinearBound(x[0].lw, x[0].lb, x[0].uw, x[0].ub)
 
     def infer_batch_dim(self, batch_size: int, *x: Any) -> Any:
         return x[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import lirpa
-from ..lirpa import BoundReduceMax, BoundSoftmax
+from ..lirpa import BoundLinear, BoundMatMul, BoundReduceMax, BoundSoftmax
 from ..sensitivity.softmax import probability_box, softmax_planes
 
 
@@ -59,8 +59,16 @@ class RepairedSoftmax(BoundSoftmax):  # type: ignore[misc]
         return (own, own, planes.weights), bias
 
 
+class RepairedMatMul(BoundMatMul):  # type: ignore[misc]
+    """0.3 hands functionals of a final product to `interval_propagate`, which does not take them."""
+
+    def interval_propagate(self, *v: Any, C: Tensor | None = None, **kwargs: Any) -> Any:
+        interval = super().interval_propagate(*v, **kwargs)
+        return interval if C is None else BoundLinear.interval_propagate(None, interval, C=C)
+
+
 def repairs() -> tuple[dict[str, Any], str]:
     """Replacements by node kind for the installed version, and the words that say so in results."""
     if lirpa.is_old():
-        return {"onnx::ReduceMax": RepairedReduceMax}, f"stock {lirpa.version()}, ReduceMax repaired"
+        return {"onnx::ReduceMax": RepairedReduceMax, "onnx::MatMul": RepairedMatMul}, f"stock {lirpa.version()}, ReduceMax repaired"
     return {"onnx::Softmax": RepairedSoftmax}, f"stock {lirpa.version()}, Softmax intervals repaired"

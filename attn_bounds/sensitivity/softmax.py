@@ -45,11 +45,13 @@ def log_probability_box(lower: Tensor, upper: Tensor) -> LogProbabilities:
 
     Shape: (…, m), (…, m) → two of (…, m).
     """
-    size = torch.maximum(lower.abs(), upper.abs()).amax(-1, keepdim=True)
-    slack = _ulp(lower) * (1.0 + size)
-    low = torch.nn.functional.logsigmoid(lower - log_sum_exp_of_others(upper)) - slack
-    high = torch.nn.functional.logsigmoid(upper - log_sum_exp_of_others(lower)) + slack
-    return LogProbabilities(low, high.clamp(max=0.0))
+    others_up, others_low = log_sum_exp_of_others(upper), log_sum_exp_of_others(lower)
+    # m = 1: there are no others, and the probability is 1 exactly
+    low_slack = _ulp(lower) * (1.0 + lower.abs() + others_up.abs()).nan_to_num(posinf=0.0)
+    high_slack = _ulp(lower) * (1.0 + upper.abs() + others_low.abs()).nan_to_num(posinf=0.0)
+    low = torch.nn.functional.logsigmoid(lower - others_up - low_slack)
+    high = torch.nn.functional.logsigmoid(upper - others_low + high_slack)
+    return LogProbabilities(low - _ulp(lower), (high + _ulp(lower)).clamp(max=0.0))
 
 
 def probability_box(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,352 @@
+"""The `attn-bounds` command.
+
+Options and help only: what the commands do is in `commands.py`, which is imported when one runs, for torch
+and the rest take seconds that `--help` need not.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
+from .errors import InputError
+
+# typer's usage errors: click's own class, or the one of the click inside newer typers
+ClickException: Any = typer.BadParameter.__mro__[2]
+
+
+class _Group(TyperGroup):
+    """Turns what a user can cause into one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        standalone = kwargs.pop("standalone_mode", True)
+        try:
+            code = super().main(*args, **kwargs, standalone_mode=False)
+        except ClickException as e:
+            code = _complain(e.format_message())
+        except InputError as e:
+            code = _complain(str(e))
+        except ImportError as e:
+            print(f"attn-bounds: {e}", file=sys.stderr)
+            code = 2
+        except (typer.Abort, KeyboardInterrupt):
+            code = 130
+        if standalone:
+            sys.exit(code or 0)
+        return code
+
+
+def _complain(message: str) -> int:
+    print(f"attn-bounds: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+app = typer.Typer(
+    cls=_Group,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if not wanted:
+        return
+    import torch
+
+    from . import lirpa
+
+    try:
+        found = lirpa.version()
+    except ImportError:
+        found = "not installed"
+    print(f"attn-bounds {__version__}, auto_LiRPA {found}, torch {torch.__version__}")
+    raise typer.Exit()
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Certified bounds for transformers given as ONNX files."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# options that several commands take
+
+_IN, _SET, _BOUND, _FALSIFY, _LIMIT = "Inputs", "Input set", "Bounds", "Attack", "Limits"
+_EPS = "Radius of the ball, in the units of the inputs."
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX file with one input and one output.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="F.npz", rich_help_panel=_IN, help="Arrays x (N, *input) and integer labels y (N,)."
+    ),
+]
+Index = Annotated[
+    list[int] | None,
+    typer.Option(metavar="I", rich_help_panel=_IN, help="Only this input of --data (repeatable)."),
+]
+Count = Annotated[
+    int | None, typer.Option(rich_help_panel=_IN, help="Only the first N inputs of --data.", metavar="N")
+]
+Vnnlib = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="F", rich_help_panel=_IN, help="VNN-LIB 1.0 property, .gz or not (repeatable)."),
+]
+Norm = Annotated[
+    str | None,
+    typer.Option(
+        metavar="1|2|inf", rich_help_panel=_SET, help="Norm of the ball around each input (default: inf)."
+    ),
+]
+Clip = Annotated[
+    tuple[float, float] | None,
+    typer.Option(metavar="LO HI", rich_help_panel=_SET, help="Valid range of an input entry; cuts the ball."),
+]
+Mean = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B,C",
+        rich_help_panel=_SET,
+        help="Per channel: what the inputs were normalised with. Then --eps and --clip are in pixel units.",
+    ),
+]
+Std = Annotated[str | None, typer.Option(metavar="A,B,C", rich_help_panel=_SET, help="As --mean.")]
+Target = Annotated[
+    list[int] | None,
+    typer.Option(metavar="C", rich_help_panel=_SET, help="Certify against this class only (repeatable)."),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        metavar="K", min=1, rich_help_panel=_SET, help="The label must stay among the K largest outputs."
+    ),
+]
+Method = Annotated[
+    str,
+    typer.Option(
+        metavar="M",
+        rich_help_panel=_BOUND,
+        help="ibp, crown, alpha-crown (our attention operators); stock-ibp, stock-crown, stock-alpha-crown "
+        "(auto_LiRPA's own); auto: ibp, crown, alpha-crown until one suffices.",
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(metavar="float32|float64", rich_help_panel=_BOUND, help="Of bounds and attack.")
+]
+Device = Annotated[
+    str, typer.Option(rich_help_panel=_BOUND, metavar="DEVICE", help="torch device: cpu, cuda, …")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", rich_help_panel=_BOUND, help="CPU threads of torch (default: torch's choice)."
+    ),
+]
+Attack = Annotated[
+    bool, typer.Option("--attack/--no-attack", rich_help_panel=_FALSIFY, help="Look for counterexamples.")
+]
+Restarts = Annotated[
+    int, typer.Option(min=1, rich_help_panel=_FALSIFY, metavar="N", help="Starting points of the attack.")
+]
+Steps = Annotated[
+    int, typer.Option(min=0, rich_help_panel=_FALSIFY, metavar="N", help="Gradient steps of the attack.")
+]
+Seed = Annotated[
+    int, typer.Option(rich_help_panel=_FALSIFY, metavar="N", help="Of the attack's random starts.")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        rich_help_panel=_LIMIT,
+        help="Per input (and method); loading the model is not counted. Then the input is unknown.",
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="4GB", rich_help_panel=_LIMIT, help="Of the process that computes (torch alone: about 400MB)."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout, and nothing else.")]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# commands
+
+
+@app.command()
+def inspect(model: Model, as_json: Json = False) -> None:
+    """Show shapes, recognised attention, and every node that is not supported.
+
+    [bold]Example[/bold]
+
+    attn-bounds inspect digits_vit.onnx
+    """
+    from . import commands
+
+    commands.inspect(model, as_json)
+
+
+@app.command()
+def certify(
+    model: Model,
+    data: Data = None,
+    index: Index = None,
+    count: Count = None,
+    vnnlib: Vnnlib = None,
+    norm: Norm = None,
+    eps: Annotated[float | None, typer.Option(metavar="E", rich_help_panel=_SET, help=_EPS)] = None,
+    clip: Clip = None,
+    mean: Mean = None,
+    std: Std = None,
+    target: Target = None,
+    top_k: TopK = 1,
+    method: Method = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+    batch: Annotated[
+        int,
+        typer.Option(min=1, metavar="B", rich_help_panel=_BOUND, help="Inputs of --data bounded at once."),
+    ] = 1,
+    attack: Attack = True,
+    restarts: Restarts = 10,
+    steps: Steps = 50,
+    seed: Seed = 0,
+    timeout: Timeout = None,
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Certify that no input in a ball changes class, or that VNN-LIB properties hold.
+
+    With --vnnlib alone each property is checked as it is. With --eps too,
+    its box is replaced by the ball around its centre.
+
+    Exit code: 0 everything verified, 1 something not, 2 bad input.
+
+    [bold]Examples[/bold]
+
+    attn-bounds certify digits_vit.onnx --data digits_test.npz --count 20 --norm 2 --eps 0.3
+
+    attn-bounds certify vit.onnx --vnnlib prop.vnnlib.gz --timeout 100 --json
+    """
+    options = locals()
+    from . import commands
+
+    raise typer.Exit(commands.certify(**options))
+
+
+@app.command()
+def radius(
+    model: Model,
+    data: Data = None,
+    index: Index = None,
+    count: Count = None,
+    vnnlib: Vnnlib = None,
+    norm: Norm = None,
+    clip: Clip = None,
+    mean: Mean = None,
+    std: Std = None,
+    target: Target = None,
+    top_k: TopK = 1,
+    tol: Annotated[
+        float, typer.Option(metavar="T", rich_help_panel=_SET, help="Relative accuracy of the bisection.")
+    ] = 0.01,
+    upper: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R", rich_help_panel=_SET, help="Largest radius tried (default: norm of the input)."
+        ),
+    ] = None,
+    method: Method = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+    attack: Attack = True,
+    restarts: Restarts = 10,
+    steps: Steps = 50,
+    seed: Seed = 0,
+    timeout: Timeout = None,
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Largest radius that can be certified, and the smallest at which the attack succeeds.
+
+    The true robust radius lies between the two.
+
+    [bold]Example[/bold]
+
+    attn-bounds radius digits_vit.onnx --data digits_test.npz --count 5 --norm 2 --method crown
+    """
+    options = locals()
+    from . import commands
+
+    commands.radius(**options)
+
+
+@app.command()
+def compare(
+    model: Model,
+    data: Data = None,
+    index: Index = None,
+    count: Count = None,
+    vnnlib: Vnnlib = None,
+    norm: Norm = None,
+    eps: Annotated[
+        list[float] | None,
+        typer.Option(metavar="E", rich_help_panel=_SET, help=f"{_EPS} Repeatable."),
+    ] = None,
+    clip: Clip = None,
+    mean: Mean = None,
+    std: Std = None,
+    target: Target = None,
+    top_k: TopK = 1,
+    methods: Annotated[
+        str,
+        typer.Option(metavar="M,M,…", rich_help_panel=_BOUND, help="Methods as in certify, with commas."),
+    ] = "ibp,crown,alpha-crown,stock-ibp,stock-crown",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+    attack: Attack = True,
+    restarts: Restarts = 10,
+    steps: Steps = 50,
+    seed: Seed = 0,
+    timeout: Timeout = None,
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Bounds of several methods on the same inputs: margins, certified inputs, seconds.
+
+    The attack runs once per input and eps; every method then computes its bound, from scratch.
+
+    [bold]Example[/bold]
+
+    attn-bounds compare digits_vit.onnx --data digits_test.npz --count 10 --norm 2 --eps 0.1 --eps 0.3
+    """
+    options = locals()
+    from . import commands
+
+    commands.compare(**options)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""What the commands of `cli.py` do, with their options already parsed by typer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx_export
+
+from . import inputs, report
+from .errors import InputError
+from .jobs import Item, Jobs
+from .limits import LimitedVerifier, check_timeout, parse_memory
+from .verifier import Verifier, check_method
+
+
+@dataclass
+class Session:
+    """What the commands that bound something share.
+
+    Attributes:
+        jobs: answers about the model, in this process or within limits in a child.
+        items: the inputs.
+        out: where results go.
+        model: its file name, for titles.
+        norm: of the balls.
+        given: options that describe sets and specifications: clip, targets, top_k.
+        attack: options of the attack: restarts, steps, seed.
+    """
+
+    jobs: Jobs | LimitedVerifier
+    items: list[Item]
+    out: report.Output
+    model: str
+    norm: float
+    given: dict[str, Any]
+    attack: dict[str, Any]
+
+    def ball(self, eps: float | None) -> dict[str, Any]:
+        """Options of a job about balls; without eps, about properties as they are."""
+        return {} if eps is None else {"norm": self.norm, "eps": eps, **self.given}
+
+    def title(self, what: str) -> str:
+        """Title of a table."""
+        return f"{self.model}: {what}"
+
+    def note(self) -> str:
+        """What became of the properties' boxes when balls were asked for; "" for labelled inputs."""
+        if self.items[0].prop is None:
+            return ""
+        name = report.norm_name(self.norm)
+        return f"each property's box is replaced by the {name} ball around its centre"
+
+
+@contextlib.contextmanager
+def _session(
+    *,
+    model: Path,
+    data: Path | None,
+    index: list[int] | None,
+    count: int | None,
+    vnnlib: list[Path] | None,
+    norm: str | None,
+    clip: tuple[float, float] | None,
+    mean: str | None,
+    std: str | None,
+    target: list[int] | None,
+    top_k: int,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    restarts: int,
+    steps: int,
+    seed: int,
+    timeout: float | None,
+    memory: str | None,
+    as_json: bool,
+) -> Iterator[Session]:
+    """Check the options, load the model, read the inputs.
+
+    Meanwhile stdout is `Session.out`'s: what libraries print goes to stderr.
+    """
+    if (data is None) == (not vnnlib):
+        raise InputError("give the inputs with --data or with --vnnlib")
+    if vnnlib and (index or count is not None):
+        raise InputError("--index and --count choose from --data; they do not go with --vnnlib")
+    if vnnlib and (target or top_k != 1):
+        raise InputError("--target and --top-k are for --data; a property says itself what must hold")
+    number = inputs.parse_norm(norm or "inf")
+    check_timeout(timeout)
+    parse_memory(memory)
+    options: dict[str, Any] = {
+        "dtype": inputs.parse_dtype(dtype),
+        "device": inputs.parse_device(device),
+        "mean": inputs.parse_floats("--mean", mean),
+        "std": inputs.parse_floats("--std", std),
+    }
+    out = report.Output(sys.stdout, as_json)
+    with contextlib.redirect_stdout(sys.stderr), inputs.quiet(threads), contextlib.ExitStack() as stack:
+        jobs: Jobs | LimitedVerifier
+        if timeout is None and memory is None:
+            jobs = Jobs(Verifier(model, **options))
+        else:
+            jobs = stack.enter_context(LimitedVerifier(model, timeout=timeout, memory=memory, **options))
+        if data is not None:
+            items = inputs.read_data(data, jobs.input_shape, jobs.outputs, index or (), count)
+        else:
+            items = inputs.read_properties(vnnlib or (), jobs.input_shape, jobs.outputs)
+        yield Session(
+            jobs=jobs,
+            items=items,
+            out=out,
+            model=model.name,
+            norm=number,
+            given={"clip": clip, "targets": target or None, "top_k": top_k},
+            attack={"restarts": restarts, "steps": steps, "seed": seed},
+        )
+
+
+def _check_set(eps: float | None, options: dict[str, Any]) -> None:
+    """Raise InputError for options that need eps without it, and for a bad eps."""
+    if eps is not None:
+        inputs.parse_eps(eps)
+        return
+    if options["data"] is not None:
+        raise InputError("--data needs --eps, the radius of the ball around each input")
+    for name in ("norm", "clip", "mean", "std"):
+        if options[name] is not None:
+            raise InputError(f"--{name} needs --eps; without it a property is checked as it is")
+
+
+def _announce(session: Session, note: str) -> None:
+    # in the table it is a line of its own
+    if note and session.out.as_json:
+        print(f"attn-bounds: {note}", file=sys.stderr)
+
+
+def inspect(model: Path, as_json: bool) -> None:
+    """`attn-bounds inspect`."""
+    row = report.inspect_row(onnx_export.inspect(model))
+    out = report.Output(sys.stdout, as_json)
+    out.add(row)
+    out.show(*report.inspect_parts(row))
+
+
+def certify(*, eps: float | None, method: str, attack: bool, batch: int, **options: Any) -> int:
+    """`attn-bounds certify`; returns the exit code."""
+    check_method(method)
+    _check_set(eps, options)
+    limited = options["timeout"] is not None or options["memory"] is not None
+    if batch > 1 and (options["vnnlib"] or limited):
+        raise InputError("--batch is for --data without limits, which are per input")
+    with _session(**options) as s:
+        job = {**s.ball(eps), "method": method, "attack": attack, **s.attack}
+        note = "" if eps is None else s.note()
+        _announce(s, note)
+        parts = [s.items[i : i + batch] for i in range(0, len(s.items), batch)]
+        with report.progress(len(parts)) as begin:
+            s.jobs.prepare(method)
+            for part in parts:
+                begin(f"{method} on {part[0].name}")
+                if batch > 1 and isinstance(s.jobs, Jobs):
+                    found = s.jobs.certify_batch(part, **job)
+                else:
+                    found = [s.jobs.certify(part[0], **job)]
+                for item, c in zip(part, found, strict=True):
+                    s.out.add(report.certificate_row(item, c, note))
+        what = "VNN-LIB properties" if eps is None else f"{report.norm_name(s.norm)} balls of radius {eps:g}"
+        s.out.show(*report.certify_table(s.title(f"{what}, {method}"), s.out.rows))
+        if note:
+            s.out.show(f"note: {note}")
+    return 0 if all(r["status"] == "verified" for r in s.out.rows) else 1
+
+
+def radius(*, method: str, attack: bool, tol: float, upper: float | None, **options: Any) -> None:
+    """`attn-bounds radius`."""
+    check_method(method)
+    for name, value in (("tol", tol), ("upper", upper)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"--{name} is {value}; it must be a finite number > 0")
+    with _session(**options) as s:
+        job = {"norm": s.norm, **s.given, "method": method, "attack": attack, **s.attack}
+        note = s.note()
+        _announce(s, note)
+        with report.progress(len(s.items)) as begin:
+            s.jobs.prepare(method)
+            for item in s.items:
+                begin(f"radius of {item.name}")
+                found = s.jobs.radius(item, tol=tol, upper=upper, **job)
+                s.out.add(report.radius_row(item, found, note))
+        what = f"{report.norm_name(s.norm)} radii, {method}, to {tol:.3g}"
+        s.out.show(*report.radius_table(s.title(what), s.out.rows))
+        if note:
+            s.out.show(f"note: {note}")
+
+
+def compare(*, eps: list[float] | None, methods: str, attack: bool, **options: Any) -> None:
+    """`attn-bounds compare`."""
+    names = list(dict.fromkeys(check_method(m.strip()) for m in methods.split(",")))
+    radii: list[float | None] = list(dict.fromkeys(eps or [])) or [None]
+    for e in radii:
+        _check_set(e, options)
+    with _session(**options) as s:
+        note = s.note() if eps else ""
+        _announce(s, note)
+        stock = any(m.startswith("stock-") for m in names)
+        with report.progress(len(s.items) * len(radii) * len(names)) as begin:
+            for m in names:
+                s.jobs.prepare(m)
+            for item in s.items:
+                for e in radii:
+                    ball = s.ball(e)
+                    x = s.jobs.falsify(item, **ball, **s.attack) if attack else None
+                    for m in names:
+                        begin(f"{m} on {item.name}")
+                        c = s.jobs.certify(item, **ball, method=m, attack=False, fresh=True, **s.attack)
+                        if x is not None:
+                            if c.verified:
+                                print(
+                                    f"attn-bounds: CONTRADICTION: {m} verifies {item.name}, but there is a "
+                                    "counterexample. This is a bug; please report it",
+                                    file=sys.stderr,
+                                )
+                            why = "the attack found a counterexample"
+                            c = replace(c, status="falsified", counterexample=x, reason=why)
+                        s.out.add({**report.certificate_row(item, c, note), "method": m})
+        what = f"{len(s.items)} {'VNN-LIB properties' if not eps else report.norm_name(s.norm) + ' balls'}"
+        s.out.show(*report.compare_table(s.title(what), s.out.rows, names, _stock_words() if stock else ""))
+        if note:
+            s.out.show(f"note: {note}")
+
+
+def _stock_words() -> str:
+    from .operators.repairs import repairs
+
+    return repairs()[1]

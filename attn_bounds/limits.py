@@ -1,0 +1,330 @@
+"""Time and memory limits: bounds are computed in a child process that can be killed at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from .errors import AttnBoundsError, InputError
+from .jobs import Item, Jobs
+from .properties import Property, Specification
+from .results import Certificate, Radius, versions
+from .verifier import AUTO, Verifier, check_method
+
+LOAD_SECONDS = 600.0  # for building the model, and again for the graph of a method
+POLL = 0.02  # seconds between two looks at the clock and the child's memory
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_memory(memory: str | float | None) -> float | None:
+    """ "4GB", "500 MB", "2GiB" or bytes → bytes; None stays None. Raises InputError."""
+    if memory is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmg]?i?b|)\s*", str(memory).lower())
+    size = float(match[1]) * UNITS.get(match[2], math.nan) if match else math.nan
+    if not 0 < size < math.inf:
+        raise InputError(f"memory limit {memory!r} is malformed; write it like 4GB, 500MB or in bytes")
+    return size
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Seconds, or None for no limit; raises InputError."""
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise InputError(f"timeout is {timeout}; it must be a finite number of seconds > 0")
+    return timeout
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the child
+
+
+def _child(connection: Connection, model: str, threads: int, kwargs: dict[str, Any]) -> None:
+    """Body of the child process: build the verifier, then answer jobs until the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    os.dup2(2, 1)  # stdout is for results; whatever auto_LiRPA prints goes to stderr
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+
+    def send(kind: str, value: Any) -> None:
+        # plain pickle: multiprocessing's would share tensors by file descriptors that die with this process
+        connection.send_bytes(pickle.dumps((kind, value)))
+
+    def failed(e: Exception) -> None:
+        if isinstance(e, (AttnBoundsError, ImportError)):
+            send("error", e)
+        elif isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and "memory:" in str(e)):
+            send("limit", "the machine's memory was used up")
+        else:
+            send("error", RuntimeError(f"{type(e).__name__} in the child process: {e}"))
+
+    with contextlib.suppress(EOFError, OSError):  # the parent hung up
+        try:
+            jobs = Jobs(Verifier(model, **kwargs), lambda result: send("partial", result))
+        except Exception as e:
+            failed(e)
+            return
+        send("ready", (jobs.input_shape, jobs.outputs))
+        while True:
+            name, arguments = pickle.loads(connection.recv_bytes())
+            try:
+                if "method" in arguments:
+                    jobs.prepare(arguments["method"])
+                send("begin", None)
+                send("done", getattr(jobs, name)(**arguments))
+            except OSError:
+                raise
+            except Exception as e:
+                failed(e)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the parent
+
+
+class _Stopped(Exception):
+    """The child was killed or died; says why."""
+
+
+class LimitedVerifier:
+    """A `Verifier` in a child process, with limits on every job.
+
+    The child is started for the first job and kept; after a limit was hit it is killed and a new one is
+    started for the next job. A result that a limit cut short is the one of the last finished stage with
+    status "unknown" (or "falsified"), and its reason names the limit and the stage that it hit.
+
+    Arguments:
+        model_path: ONNX file.
+        timeout: seconds per job, or None. The clock starts when model and graph are built, since they are
+            kept for later jobs; building each may take `LOAD_SECONDS` at most.
+        memory: "4GB", "500MB" or bytes, or None: resident memory of the whole child, in which Python and
+            torch alone take about 400 MB. It is looked at every `POLL` seconds, so a short peak can pass.
+        verifier_kwargs: of `Verifier`.
+
+    A script that uses this must start its work below `if __name__ == "__main__":`, as everywhere with
+    multiprocessing's "spawn".
+
+    Raises:
+        InputError: a malformed limit at once; the model's own errors when the child first needs it.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        timeout: float | None = None,
+        memory: str | float | None = None,
+        **verifier_kwargs: Any,
+    ) -> None:
+        self.model, self.kwargs = str(model_path), verifier_kwargs
+        self.timeout, self.memory = check_timeout(timeout), parse_memory(memory)
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._shape: tuple[tuple[int, ...], int] | None = None
+
+    def __enter__(self) -> LimitedVerifier:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the child."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample; loads the model. Raises InputError also when a limit does not let it load."""
+        return self._shapes()[0]
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs; as `input_shape`."""
+        return self._shapes()[1]
+
+    def _shapes(self) -> tuple[tuple[int, ...], int]:
+        if self._shape is None:
+            try:
+                self._start()
+            except _Stopped as e:
+                raise InputError(f"{self.model}: {e}") from None
+        assert self._shape is not None
+        return self._shape
+
+    def prepare(self, method: str) -> None:
+        """Nothing: the child prepares what a job needs before its clock starts."""
+
+    # -- jobs -------------------------------------------------------------------------------------------
+
+    def certify_input(self, x: Tensor, label: int, **job: Any) -> Certificate:
+        """Certify an lp ball around x (*input); norm=, eps= and further options as in `Jobs.certify`."""
+        return self.certify(Item(0, torch.as_tensor(x), int(label)), **job)
+
+    def certify_property(self, prop: Property, **job: Any) -> Certificate:
+        """Certify a property, or with norm= and eps= the balls around the centres of its boxes."""
+        return self.certify(Item(prop.name, prop=prop), **job)
+
+    def certified_radius(self, x: Tensor, spec: int | Specification, **job: Any) -> Radius:
+        """As `Verifier.certified_radius`, the specification or a label; at a limit the radius so far."""
+        x = torch.as_tensor(x)
+        return self.radius(Item(0, x, label=spec) if isinstance(spec, int) else Item(0, x, spec=spec), **job)
+
+    def certify(self, item: Item, **job: Any) -> Certificate:
+        """`Jobs.certify` within the limits."""
+        method = check_method(job.setdefault("method", "auto"))
+        norm, eps = job.get("norm"), job.get("eps")
+        blank = Certificate("unknown", None, None, None, eps, math.inf if norm is None else norm, method, 0.0)
+        result, why, seconds = self._run("certify", {"item": item, **job}, blank)
+        if not why:
+            return result
+        result = replace(result, seconds=seconds, versions=result.versions or versions())
+        if result.status != "unknown":  # its last stage had finished
+            return result
+        if result.options:  # the child had got so far as to report
+            ran = [t["method"] for t in result.tried]
+            stages = ["attack", *(AUTO if method == "auto" else (method,))][not job.get("attack", True) :]
+            why += next((f" during {s}" for s in stages if s not in ran), "")
+        return replace(result, reason=why)
+
+    def falsify(self, item: Item, **job: Any) -> Tensor | None:
+        """`Jobs.falsify` within the limits; None too when a limit was hit."""
+        return self._run("falsify", {"item": item, **job}, None)[0]
+
+    def radius(self, item: Item, **job: Any) -> Radius:
+        """`Jobs.radius` within the limits."""
+        method = job.setdefault("method", "auto")
+        blank = Radius(0.0, math.inf, job["norm"], method, 0.0, 0)
+        result, why, seconds = self._run("radius", {"item": item, **job}, blank)
+        return replace(result, seconds=seconds, reason=why) if why else result
+
+    # -- the child --------------------------------------------------------------------------------------
+
+    def _run(self, name: str, arguments: dict[str, Any], blank: Any) -> tuple[Any, str, float]:
+        """Run a job: (its result or the last one reported, why it was cut short or "", seconds)."""
+        last, begin = blank, None
+        try:
+            self._start()
+            assert self._connection is not None
+            self._connection.send_bytes(pickle.dumps((name, arguments)))
+            next(self._messages(LOAD_SECONDS, " while the bounds were prepared"))
+            begin = time.monotonic()
+            for kind, value in self._messages(self.timeout, ""):
+                last = value
+                if kind == "done":
+                    break
+            return last, "", time.monotonic() - begin
+        except _Stopped as e:
+            last = self._kill(last)
+            return last, str(e), 0.0 if begin is None else time.monotonic() - begin
+        except (BrokenPipeError, ConnectionResetError):
+            self.close()
+            return blank, "the child process died", 0.0
+        except (AttnBoundsError, ImportError):
+            raise  # the child answered and goes on
+        except BaseException:
+            self.close()  # e.g. Ctrl-C: the answer to this job must not be taken for the next one's
+            raise
+
+    def _start(self) -> None:
+        """Start a child unless one is there, and wait until its model is loaded.
+
+        Raises:
+            _Stopped: a limit was passed. InputError, ImportError: the model cannot be loaded.
+        """
+        if self._process is not None and self._process.is_alive():
+            return
+        self.close()
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_child, args=(theirs, self.model, torch.get_num_threads(), self.kwargs), daemon=True
+        )
+        with _no_interrupt():
+            self._process.start()
+        theirs.close()  # so that the child's death shows as the end of the pipe
+        try:
+            _, self._shape = next(self._messages(LOAD_SECONDS, " while the model was loaded"))
+        except BaseException:
+            self.close()
+            raise
+
+    def _messages(self, seconds: float | None, phase: str) -> Iterator[tuple[str, Any]]:
+        """What the child sends, until a limit is passed (raises _Stopped) or it sends an error (raised)."""
+        assert self._connection is not None
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        memory_of = psutil.Process(self._process.pid).memory_info
+        while True:
+            if time.monotonic() > deadline:
+                raise _Stopped(f"time limit of {seconds:g} s passed{phase}")
+            with contextlib.suppress(psutil.Error):  # it died: the pipe says so next
+                if self.memory is not None and memory_of().rss > self.memory:
+                    raise _Stopped(f"memory limit of {_in_words(self.memory)} passed{phase}")
+            if not self._connection.poll(POLL):
+                continue
+            try:
+                kind, value = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                raise _Stopped(self._death(phase)) from None
+            if kind == "error":
+                raise value
+            if kind == "limit":
+                raise _Stopped(f"{value}{phase}")
+            yield kind, value
+
+    def _death(self, phase: str) -> str:
+        self._process.join(5)
+        code = self._process.exitcode
+        if code == -signal.SIGKILL:
+            return f"the child process was killed{phase}, perhaps because the machine's memory was used up"
+        return f"the child process ended with exit code {code}{phase}"
+
+    def _kill(self, last: Any) -> Any:
+        """Kill the child; returns the last result that it had still sent."""
+        self._process.kill()
+        self._process.join()
+        with contextlib.suppress(EOFError, OSError):
+            while self._connection is not None and self._connection.poll(0):
+                kind, value = pickle.loads(self._connection.recv_bytes())
+                last = value if kind in ("partial", "done") else last
+        self.close()
+        return last
+
+
+def _in_words(size: float) -> str:
+    return f"{size / 1e9:g} GB" if size >= 1e9 else f"{size / 1e6:g} MB"
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """A process started in here ignores Ctrl-C from its first instruction on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    saved = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, saved)

@@ -1,0 +1,279 @@
+"""What the command line prints: JSON lines, tables, and a progress bar on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from onnx_export import ModelInfo
+
+    from .jobs import Item
+    from .results import Certificate, Radius
+
+Row = dict[str, Any]
+STYLES = {"verified": "green", "falsified": "red", "unknown": "yellow"}
+BASELINE = "stock-crown"
+WIDE = 120  # columns when stdout is no terminal
+
+
+class Output:
+    """Where results go: as JSON lines at once, or into a table at the end.
+
+    Arguments:
+        file: stdout as it was when the command started; libraries that print meanwhile do not reach it.
+    """
+
+    def __init__(self, file: IO[str], as_json: bool) -> None:
+        self.file, self.as_json = file, as_json
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.as_json:
+            print(json_line(row), file=self.file, flush=True)
+
+    def show(self, *parts: Table | Text | str) -> None:
+        """Print tables and text, unless it is JSON that is wanted."""
+        if self.as_json:
+            return
+        console = Console(file=self.file, highlight=False)
+        if not console.is_terminal:
+            console.width = max(console.width, WIDE)
+        for part in parts:
+            console.print(part)
+
+
+def json_line(row: Row) -> str:
+    """One JSON object on one line; infinities as "inf" and "-inf", NaN as null."""
+    from .results import jsonable
+
+    return json.dumps(jsonable(row), allow_nan=False)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr that vanishes at the end; yields a function that is told what begins.
+
+    Nothing is drawn if stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total)
+        started = False
+
+        def begin(what: str) -> None:
+            nonlocal started
+            bar.update(task, description=what, advance=1 if started else 0)
+            started = True
+
+        yield begin
+
+
+# ---------------------------------------------------------------------------------------------------------
+# rows: their keys are what scripts rely on
+
+
+def norm_value(norm: float) -> int | float:
+    return norm if math.isinf(norm) else int(norm)
+
+
+def norm_name(norm: float) -> str:
+    return f"l{'inf' if math.isinf(norm) else int(norm)}"
+
+
+def certificate_row(item: Item, c: Certificate, note: str = "") -> Row:
+    """The line of `certify` and `compare` for one input."""
+    d = c.as_dict()
+    row: Row = {item.key: item.name}
+    if item.label is not None:
+        row["label"] = item.label
+    for name in ("status", "margin", "eps", "norm", "method", "seconds", "reason"):
+        row[name] = d.pop(name)
+    row["norm"] = norm_value(c.norm)
+    if note:
+        row["note"] = note
+    if d.get("counterexample") is None:
+        d.pop("counterexample", None)
+    return {**row, **d}
+
+
+def radius_row(item: Item, r: Radius, note: str = "") -> Row:
+    """The line of `radius` for one input."""
+    row: Row = {item.key: item.name}
+    if item.label is not None:
+        row["label"] = item.label
+    row.update(
+        radius=r.radius,
+        attack_radius=r.attack_radius,
+        norm=norm_value(r.norm),
+        method=r.method,
+        seconds=r.seconds,
+        evaluations=r.evaluations,
+        reason=r.reason,
+    )
+    if note:
+        row["note"] = note
+    return row
+
+
+def inspect_row(info: ModelInfo) -> Row:
+    """The object that `inspect` prints."""
+    units = [
+        {
+            "name": a.name,
+            "heads": a.heads,
+            "queries": a.queries,
+            "keys": a.keys,
+            "head_dim": a.head_dim,
+            "value_dim": a.value_dim,
+            "masked": a.masked,
+        }
+        for a in info.attention
+    ]
+    return {
+        "model": info.path,
+        "opset": info.opset,
+        "inputs": info.inputs,
+        "outputs": info.outputs,
+        "attention": units,
+        "unsupported": [{"op": u.op, "node": u.node, "why": u.why} for u in info.unsupported],
+        "head": info.head,
+        "sha256": info.sha256,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# tables
+
+
+def _table(title: str, *columns: str, left: Sequence[str] = ()) -> Table:
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    for name in columns:
+        words = name == "reason" or name in left
+        table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=not words)
+    return table
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
+
+
+def _name(row: Row) -> str:
+    return str(row.get("index", row.get("property")))
+
+
+def certify_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
+    """A line per input, and a count of the outcomes."""
+    labelled = any("label" in r for r in rows)
+    head = ["input", *(["label"] if labelled else []), "status", "margin ≥", "by", "seconds", "reason"]
+    table = _table(title, *head, left=("input", "status", "by"))
+    for r in rows:
+        label = [str(r.get("label", ""))] if labelled else []
+        cells = [_name(r), *label, Text(r["status"], STYLES[r["status"]]), _number(r["margin"]), r["method"]]
+        table.add_row(*cells, f"{r['seconds']:.2f}", r["reason"])
+    counts = {s: sum(r["status"] == s for r in rows) for s in STYLES}
+    words = ", ".join(f"{n} {s}" for s, n in counts.items())
+    return [table, f"{words}; {sum(r['seconds'] for r in rows):.1f} s"]
+
+
+def radius_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
+    """A line per input, and the mean radius."""
+    labelled = any("label" in r for r in rows)
+    head = ["input", *(["label"] if labelled else []), "radius ≥", "attack at", "bounds", "seconds", "reason"]
+    table = _table(title, *head, left=("input",))
+    for r in rows:
+        label = [str(r.get("label", ""))] if labelled else []
+        numbers = [_number(r["radius"]), _number(r["attack_radius"]), str(r["evaluations"])]
+        table.add_row(_name(r), *label, *numbers, f"{r['seconds']:.2f}", r["reason"])
+    mean = sum(r["radius"] for r in rows) / len(rows)
+    return [table, f"mean certified radius {_number(mean)}; {sum(r['seconds'] for r in rows):.1f} s"]
+
+
+def compare_table(
+    title: str, rows: Sequence[Row], methods: Sequence[str], words: str
+) -> list[Table | Text | str]:
+    """A line per eps and method: counts, mean margin bound and seconds, also relative to `stock-crown`.
+
+    Arguments:
+        words: which auto_LiRPA the stock methods are, for the line below the table.
+    """
+    table = _table(
+        title, "eps", "method", "certified", "falsified", "mean margin ≥", "difference", "s/input", "ratio",
+        left=("method",),
+    )  # fmt: skip
+    for eps in dict.fromkeys(r["eps"] for r in rows):
+        base = [r for r in rows if r["eps"] == eps and r["method"] == BASELINE]
+        for number, method in enumerate(methods):
+            own = [r for r in rows if r["eps"] == eps and r["method"] == method]
+            pairs = [
+                (a, b) for a, b in zip(own, base, strict=False) if None not in (a["margin"], b["margin"])
+            ]
+            margins = [r["margin"] for r in own if r["margin"] is not None]
+            seconds = _mean([r["seconds"] for r in own])
+            stock = _mean([r["seconds"] for r in base])
+            table.add_row(
+                _number(eps) if number == 0 else "",
+                method,
+                f"{sum(r['status'] == 'verified' for r in own)}/{len(own)}",
+                str(sum(r["status"] == "falsified" for r in own)),
+                _number(_mean(margins)),
+                "–" if not pairs else f"{_mean([a['margin'] - b['margin'] for a, b in pairs]):+.4g}",
+                f"{seconds:.3g}",
+                "–" if not base else f"{seconds / stock:.2f}" if stock > 0 else "–",
+                end_section=number == len(methods) - 1,
+            )
+    lines = [f"stock: {words}."] if any(m.startswith("stock-") for m in methods) else []
+    if BASELINE in methods:
+        lines.append(f"difference and ratio are to {BASELINE}.")
+    missing = sum(r["margin"] is None for r in rows)
+    if missing:
+        lines.append(
+            f"{missing} of {len(rows)} bounds are missing in the means (see --json for the reasons)."
+        )
+    return [table, " ".join(lines)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def inspect_parts(row: Row) -> list[Table | Text | str]:
+    """Shapes, attention units, and what is not supported."""
+
+    def shapes(values: dict[str, list[int | str]]) -> str:
+        return ", ".join(f"{name} ({', '.join(map(str, dims))})" for name, dims in values.items())
+
+    lines = Text(f"{row['model']}: opset {row['opset']}\n")
+    lines.append(f"input   {shapes(row['inputs'])}\noutput  {shapes(row['outputs'])}")
+    if row["head"]:
+        lines.append(f"\nends in {row['head']}; bounds are those of the logits before it")
+    parts: list[Table | Text | str] = [lines]
+    names = ("heads", "queries", "keys", "head_dim", "value_dim", "masked")
+    if row["attention"]:
+        table = _table(f"attention: {len(row['attention'])} units", "name", *names, left=("name",))
+        for a in row["attention"]:
+            cells = [str(a[n]) for n in names[:-1]]
+            table.add_row(a["name"], *cells, "yes" if a["masked"] else "no")
+        parts.append(table)
+    else:
+        parts.append("no attention found")
+    if row["unsupported"]:
+        table = _table(
+            f"not supported: {len(row['unsupported'])} nodes", "op", "node", "why", left=("op", "node", "why")
+        )
+        for u in row["unsupported"]:
+            table.add_row(u["op"], u["node"], u["why"])
+        parts.append(table)
+    else:
+        parts.append("every node is supported")
+    return parts
