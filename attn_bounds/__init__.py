@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from .attack import attack_radius, pgd
     from .certify import certified_radius, certify
     from .module import BoundedModule
-    from .properties import InputSet, Property, Specification, read_vnnlib
+    from .properties import InputSet, Property, Specification
     from .results import Certificate, Radius
     from .verifier import METHODS, Verifier
+    from .vnnlib import read_vnnlib
 
 __version__ = "0.1.0"
 
@@ -33,7 +34,7 @@ _LAZY = {
     "certified_radius": "certify",
     "certify": "certify",
     "pgd": "attack",
-    "read_vnnlib": "properties",
+    "read_vnnlib": "vnnlib",
 }
 
 

@@ -68,7 +68,13 @@ def certify(
     samples = [x] if single else list(x)
     if len(samples) != len(labels):
         raise InputError(f"{len(samples)} inputs but {len(labels)} labels")
-    job: dict[str, Any] = {"method": method, "attack": attack, "restarts": restarts, "steps": steps, "seed": seed}
+    job: dict[str, Any] = {
+        "method": method,
+        "attack": attack,
+        "restarts": restarts,
+        "steps": steps,
+        "seed": seed,
+    }
     if timeout is not None or memory is not None:
         from .limits import LimitedVerifier
 

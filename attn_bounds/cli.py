@@ -42,7 +42,8 @@ class _Group(TyperGroup):
 
 
 def _complain(message: str) -> int:
-    print(f"attn-bounds: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # there is none when the command alone was called, which shows the help
+        print(f"attn-bounds: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import onnx_export
 
 from . import inputs, report
 from .errors import InputError
 from .jobs import Item, Jobs
 from .limits import LimitedVerifier, check_timeout, parse_memory
+from .results import Certificate
 from .verifier import Verifier, check_method
 
 
@@ -140,6 +144,15 @@ def _announce(session: Session, note: str) -> None:
         print(f"attn-bounds: {note}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def _naming(item: Item) -> Iterator[None]:
+    """Errors in here are about this input: say so."""
+    try:
+        yield
+    except InputError as e:
+        raise InputError(f"{item.key} {item.name}: {e}") from None
+
+
 def inspect(model: Path, as_json: bool) -> None:
     """`attn-bounds inspect`."""
     row = report.inspect_row(onnx_export.inspect(model))
@@ -167,7 +180,8 @@ def certify(*, eps: float | None, method: str, attack: bool, batch: int, **optio
                 if batch > 1 and isinstance(s.jobs, Jobs):
                     found = s.jobs.certify_batch(part, **job)
                 else:
-                    found = [s.jobs.certify(part[0], **job)]
+                    with _naming(part[0]):
+                        found = [s.jobs.certify(part[0], **job)]
                 for item, c in zip(part, found, strict=True):
                     s.out.add(report.certificate_row(item, c, note))
         what = "VNN-LIB properties" if eps is None else f"{report.norm_name(s.norm)} balls of radius {eps:g}"
@@ -191,9 +205,10 @@ def radius(*, method: str, attack: bool, tol: float, upper: float | None, **opti
             s.jobs.prepare(method)
             for item in s.items:
                 begin(f"radius of {item.name}")
-                found = s.jobs.radius(item, tol=tol, upper=upper, **job)
+                with _naming(item):
+                    found = s.jobs.radius(item, tol=tol, upper=upper, **job)
                 s.out.add(report.radius_row(item, found, note))
-        what = f"{report.norm_name(s.norm)} radii, {method}, to {tol:.3g}"
+        what = f"certified {report.norm_name(s.norm)} radii, {method}"
         s.out.show(*report.radius_table(s.title(what), s.out.rows))
         if note:
             s.out.show(f"note: {note}")
@@ -212,27 +227,31 @@ def compare(*, eps: list[float] | None, methods: str, attack: bool, **options: A
         with report.progress(len(s.items) * len(radii) * len(names)) as begin:
             for m in names:
                 s.jobs.prepare(m)
-            for item in s.items:
-                for e in radii:
-                    ball = s.ball(e)
+            for item, e in itertools.product(s.items, radii):
+                ball = s.ball(e)
+                with _naming(item):
                     x = s.jobs.falsify(item, **ball, **s.attack) if attack else None
-                    for m in names:
-                        begin(f"{m} on {item.name}")
-                        c = s.jobs.certify(item, **ball, method=m, attack=False, fresh=True, **s.attack)
-                        if x is not None:
-                            if c.verified:
-                                print(
-                                    f"attn-bounds: CONTRADICTION: {m} verifies {item.name}, but there is a "
-                                    "counterexample. This is a bug; please report it",
-                                    file=sys.stderr,
-                                )
-                            why = "the attack found a counterexample"
-                            c = replace(c, status="falsified", counterexample=x, reason=why)
-                        s.out.add({**report.certificate_row(item, c, note), "method": m})
+                for m in names:
+                    begin(f"{m} on {item.name}")
+                    c = s.jobs.certify(item, **ball, method=m, attack=False, fresh=True, **s.attack)
+                    if x is not None:
+                        c = _falsified(c, x, item)
+                    s.out.add({**report.certificate_row(item, c, note), "method": m})
         what = f"{len(s.items)} {'VNN-LIB properties' if not eps else report.norm_name(s.norm) + ' balls'}"
         s.out.show(*report.compare_table(s.title(what), s.out.rows, names, _stock_words() if stock else ""))
         if note:
             s.out.show(f"note: {note}")
+
+
+def _falsified(c: Certificate, x: Tensor, item: Item) -> Certificate:
+    """A bound's result in the light of a counterexample."""
+    if c.verified:
+        print(
+            f"attn-bounds: CONTRADICTION: {c.method} verifies {item.name}, but there is a counterexample. "
+            "This is a bug; please report it",
+            file=sys.stderr,
+        )
+    return replace(c, status="falsified", counterexample=x, reason="the attack found a counterexample")
 
 
 def _stock_words() -> str:

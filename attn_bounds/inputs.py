@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 from .errors import InputError
 from .jobs import Item
-from .properties import read_vnnlib
+from .vnnlib import read_vnnlib
 
 
 def read_data(
@@ -49,8 +50,10 @@ def read_data(
         raise
     except OSError as e:
         raise InputError(f"{path}: cannot be read ({e.strerror or e})") from None
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as e:
-        raise InputError(f"{path}: not a readable npz file ({str(e).splitlines()[0]})") from None
+    except ValueError:  # numpy's advice here is to unpickle the file, whatever it is
+        raise InputError(f"{path}: not an npz file of plain arrays") from None
+    except (EOFError, KeyError, zipfile.BadZipFile, zlib.error) as e:
+        raise InputError(f"{path}: the npz file is damaged ({str(e).splitlines()[0]})") from None
 
     shape = tuple(input_shape)
     if x.dtype.kind not in "fiu":

@@ -81,7 +81,7 @@ def _supply_what_0_3_misses() -> None:
 
         symbolic._set_opset_version = set_opset_version  # type: ignore[attr-defined]
     if not hasattr(torch._C.Node, "__getitem__") and hasattr(symbolic, "_node_get"):
-        torch._C.Node.__getitem__ = symbolic._node_get
+        torch._C.Node.__getitem__ = symbolic._node_get  # type: ignore[method-assign]
     if not hasattr(torch, "_six"):
         six = types.ModuleType("torch._six")
         six.string_classes = (str, bytes)  # type: ignore[attr-defined]
@@ -123,7 +123,8 @@ def package() -> types.ModuleType:
     global _package
     if _package is None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            # a filter is not enough: auto_LiRPA sets its own while it is imported
+            warnings.showwarning = lambda *args, **kwargs: None
             root = logging.getLogger()
             handlers, level = list(root.handlers), root.level
             try:

@@ -61,7 +61,7 @@ class NodeStore:
         return self._data
 
 
-class BoundedModule(LirpaModule):  # type: ignore[misc]
+class BoundedModule(LirpaModule):
     """auto_LiRPA's `BoundedModule` with attention operators of ours; same arguments, same methods.
 
     Differences: options that the operators need are set (those given in `bound_opts` win); operators of
@@ -172,8 +172,8 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         perturbed = sum(getattr(v, "ptb", None) is not None for v in x or ())
         if "forward" in name and perturbed > 1 and not lirpa.is_old():
             raise NotImplementedError(
-                f"auto_LiRPA {lirpa.version()} returns wrong bounds in forward mode for several perturbed inputs; "
-                "use CROWN, or one input"
+                f"auto_LiRPA {lirpa.version()} returns wrong bounds in forward mode for several perturbed "
+                "inputs; use CROWN, or one input"
             )
         self._running = True
         try:
@@ -205,8 +205,9 @@ class BoundedModule(LirpaModule):  # type: ignore[misc]
         data = self.store.of(x)
         for node in self.all_nodes():
             lower, upper = getattr(node, "lower", None), getattr(node, "upper", None)
-            bounded = isinstance(lower, Tensor) and isinstance(upper, Tensor)
-            if bounded and node.perturbed and node.inputs and lower.shape == node.output_shape:
+            if not isinstance(lower, Tensor) or not isinstance(upper, Tensor):
+                continue
+            if node.perturbed and node.inputs and lower.shape == node.output_shape:
                 data.setdefault(node.name, {})["bounds"] = (lower.detach(), upper.detach())
         data.pop(self.final_name, None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -47,8 +48,8 @@ class Output:
         if self.as_json:
             return
         console = Console(file=self.file, highlight=False)
-        if not console.is_terminal:
-            console.width = max(console.width, WIDE)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = WIDE
         for part in parts:
             console.print(part)
 
@@ -168,35 +169,43 @@ def _number(value: float | None, digits: int = 4) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
 
-def _name(row: Row) -> str:
-    return str(row.get("index", row.get("property")))
-
-
 def certify_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
     """A line per input, and a count of the outcomes."""
-    labelled = any("label" in r for r in rows)
-    head = ["input", *(["label"] if labelled else []), "status", "margin ≥", "by", "seconds", "reason"]
-    table = _table(title, *head, left=("input", "status", "by"))
-    for r in rows:
-        label = [str(r.get("label", ""))] if labelled else []
-        cells = [_name(r), *label, Text(r["status"], STYLES[r["status"]]), _number(r["margin"]), r["method"]]
-        table.add_row(*cells, f"{r['seconds']:.2f}", r["reason"])
+    cells = {
+        "status": [Text(r["status"], STYLES[r["status"]]) for r in rows],
+        "margin ≥": [_number(r["margin"]) for r in rows],
+        "by": [r["method"] for r in rows],
+    }
     counts = {s: sum(r["status"] == s for r in rows) for s in STYLES}
     words = ", ".join(f"{n} {s}" for s, n in counts.items())
-    return [table, f"{words}; {sum(r['seconds'] for r in rows):.1f} s"]
+    return [_item_table(title, rows, cells), f"{words}; {sum(r['seconds'] for r in rows):.1f} s"]
 
 
 def radius_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
     """A line per input, and the mean radius."""
-    labelled = any("label" in r for r in rows)
-    head = ["input", *(["label"] if labelled else []), "radius ≥", "attack at", "bounds", "seconds", "reason"]
-    table = _table(title, *head, left=("input",))
-    for r in rows:
-        label = [str(r.get("label", ""))] if labelled else []
-        numbers = [_number(r["radius"]), _number(r["attack_radius"]), str(r["evaluations"])]
-        table.add_row(_name(r), *label, *numbers, f"{r['seconds']:.2f}", r["reason"])
-    mean = sum(r["radius"] for r in rows) / len(rows)
-    return [table, f"mean certified radius {_number(mean)}; {sum(r['seconds'] for r in rows):.1f} s"]
+    cells = {
+        "radius ≥": [_number(r["radius"]) for r in rows],
+        "attack at": [_number(r["attack_radius"]) for r in rows],
+        "bounds": [str(r["evaluations"]) for r in rows],
+    }
+    mean = _mean([r["radius"] for r in rows])
+    words = f"mean certified radius {_number(mean)}; {sum(r['seconds'] for r in rows):.1f} s"
+    return [_item_table(title, rows, cells), words]
+
+
+def _item_table(title: str, rows: Sequence[Row], cells: dict[str, list[Any]]) -> Table:
+    """One line per input: its name and label, `cells`, seconds, and the reason where some row has one."""
+    columns: dict[str, list[Any]] = {"input": [str(r.get("index", r.get("property"))) for r in rows]}
+    if any("label" in r for r in rows):
+        columns["label"] = [str(r.get("label", "")) for r in rows]
+    columns |= cells
+    columns["seconds"] = [f"{r['seconds']:.2f}" for r in rows]
+    if any(r["reason"] for r in rows):
+        columns["reason"] = [r["reason"] for r in rows]
+    table = _table(title, *columns, left=("input", "status", "by"))
+    for values in zip(*columns.values(), strict=True):
+        table.add_row(*values)
+    return table
 
 
 def compare_table(
@@ -232,9 +241,9 @@ def compare_table(
                 "–" if not base else f"{seconds / stock:.2f}" if stock > 0 else "–",
                 end_section=number == len(methods) - 1,
             )
-    lines = [f"stock: {words}."] if any(m.startswith("stock-") for m in methods) else []
+    lines = [f"{words}."] if words else []
     if BASELINE in methods:
-        lines.append(f"difference and ratio are to {BASELINE}.")
+        lines.append(f"Difference and ratio are to {BASELINE}.")
     missing = sum(r["margin"] is None for r in rows)
     if missing:
         lines.append(

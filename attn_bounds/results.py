@@ -59,7 +59,7 @@ class Certificate:
         d = asdict(replace(self, counterexample=None))
         if self.counterexample is not None:
             d["counterexample"] = self.counterexample.flatten().tolist()
-        return jsonable(d)  # type: ignore[no-any-return]
+        return jsonable(d)
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,14 @@ def merge(old: Certificate, stage: str, row: Tensor, spec: Specification, second
             "tried": [*old.tried, {"method": stage, "margin": None, "seconds": seconds}],
             "reason": reason,
         }
+    attacked = any(t["method"] == "attack" for t in old.tried)
     margin = float(spec.margin(row))
     best = row if old.margins is None else torch.maximum(row, torch.tensor(old.margins, dtype=row.dtype))
     total = float(spec.margin(best))
     return {
         "tried": [*old.tried, {"method": stage, "margin": margin, "seconds": seconds}],
         "status": "verified" if total > 0 else "unknown",
-        "reason": "" if total > 0 else "the bound is not positive and no counterexample was found",
+        "reason": "" if total > 0 else "bound not positive" + (", no counterexample" if attacked else ""),
         "margin": total,
         "margins": best.tolist(),
         "method": stage if old.margin is None or margin >= old.margin else old.method,

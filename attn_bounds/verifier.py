@@ -246,9 +246,15 @@ class Verifier:
         bounded = lirpa.__getattr__("BoundedTensor")(x, ptb)
         name = method.removeprefix("stock-")
         with torch.set_grad_enabled(name == "alpha-crown"):
-            lower, _ = graph.compute_bounds(
-                x=(bounded,), C=functionals, method=_LIRPA_NAME[name], bound_upper=name == "ibp"
-            )
+            try:
+                lower, _ = graph.compute_bounds(
+                    x=(bounded,), C=functionals, method=_LIRPA_NAME[name], bound_upper=name == "ibp"
+                )
+            except AssertionError:
+                if not stock:
+                    raise
+                # e.g. a denominator whose lower bound is zero: there is no finite bound
+                lower = torch.full(functionals.shape[:2], math.nan)
         lower = lower.detach().double()
         finite = True
         for node in graph.all_nodes():
@@ -421,9 +427,7 @@ class Verifier:
                 if x is None:
                     update(i, tried=tried, reason="no bound was computed; the attack found nothing")
                 else:
-                    update(
-                        i, status="falsified", counterexample=x, method="attack", reason="", tried=tried
-                    )
+                    update(i, status="falsified", counterexample=x, method="attack", reason="", tried=tried)
         for stage in stages:
             todo = [i for i, r in enumerate(results) if r.status == "unknown"]
             if not todo:

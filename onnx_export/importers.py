@@ -9,6 +9,7 @@ auto_LiRPA bounds correctly. Constants are computed in float64 and rounded once.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -103,9 +104,9 @@ def _mul_constant(ctx: Context, c: Tensor) -> Function:
 
 def binary(ctx: Context) -> Function:
     op, (a, b) = ctx.node.op_type, ctx.constants[:2]
-    if a is not None or b is not None:
-        if max(len(ctx.shapes[0]), len(ctx.shapes[1])) != len(ctx.shapes[0 if b is not None else 1]):
-            raise Unsupported("a constant of higher rank than the data would shift the batch dimension")
+    data_rank = max((len(s) for s, c in zip(ctx.shapes, ctx.constants, strict=True) if c is None), default=0)
+    if data_rank < len(ctx.out_shape):
+        raise Unsupported("a constant of higher rank than the data would shift the batch dimension")
     if op == "Add":
         if b is not None:
             return _add_constant(ctx, b)
@@ -235,7 +236,7 @@ def concat(ctx: Context) -> Function:
         start += size
     place = torch.zeros(len(columns), start, dtype=torch.float64)
     place[torch.arange(len(columns)), torch.tensor(columns)] = 1.0
-    m, c = ctx.parameter(place), ctx.parameter(ctx.unbatched(fill))
+    get_place, get_fill = ctx.parameter(place), ctx.parameter(ctx.unbatched(fill))
     last = len(ctx.out_shape) - 1
     perm = list(range(last + 1))
     perm[axis], perm[last] = last, axis
@@ -243,8 +244,8 @@ def concat(ctx: Context) -> Function:
     def run(*xs: Tensor) -> Tensor:
         x = xs[0] if len(xs) == 1 else torch.cat(xs, axis)
         if axis == last:
-            return torch.matmul(x, m()) + c()
-        return torch.matmul(x.permute(perm), m()).permute(perm) + c()
+            return torch.matmul(x, get_place()) + get_fill()
+        return torch.matmul(x.permute(perm), get_place()).permute(perm) + get_fill()
 
     return run
 
@@ -260,10 +261,7 @@ def _select(ctx: Context, axis: int, indices: list[int], keep: bool) -> Function
     shape = (-1, *ctx.out_shape[1:])
 
     def run(x: Tensor) -> Tensor:
-        if axis == last:
-            y = torch.matmul(x, get())
-        else:
-            y = torch.matmul(x.permute(perm), get()).permute(perm)
+        y = torch.matmul(x.permute(perm), get()).permute(perm)  # perm is the identity for the last axis
         return y if keep else y.reshape(shape)
 
     return run
@@ -387,9 +385,14 @@ def fold_node(node: ir.Node, inputs: list[Tensor | None]) -> Tensor:
         shape = [] if inputs[0] is None else [int(v) for v in inputs[0]]
         return torch.from_numpy(np.full(shape, fill)).to(torch.float64)
     args = [x for x in inputs if x is not None]
-    if node.op_type in ("Add", "Sub", "Mul", "Div") and len(args) == 2:
-        f = {"Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "Div": torch.div}[node.op_type]
-        return f(args[0], args[1])
+    binary_ops: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "Add": operator.add,
+        "Sub": operator.sub,
+        "Mul": operator.mul,
+        "Div": operator.truediv,
+    }
+    if node.op_type in binary_ops and len(args) == 2:
+        return binary_ops[node.op_type](args[0], args[1])
     if node.op_type == "Expand" and len(args) == 2:
         shape = [int(v) for v in args[1]]
         return args[0] * torch.ones(shape, dtype=args[0].dtype)

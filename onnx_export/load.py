@@ -157,7 +157,7 @@ def _build(model: ir.Model, module: OnnxModule, dtype: torch.dtype, version: int
     def parameter(c: Tensor) -> Callable[[], Tensor]:
         name = f"constant_{len(list(module.buffers()))}"
         module.register_buffer(name, c.detach().clone().to(dtype))
-        return lambda: getattr(module, name)  # type: ignore[no-any-return]
+        return lambda: getattr(module, name)
 
     def lookup(value: ir.Value) -> Tensor | None:
         if value.name in constants:
@@ -271,8 +271,8 @@ def load(
 
     Arguments:
         path: ONNX file; external data beside it is read too.
-        attention: "operators" puts recognised attention into operators of ours; "decomposed" leaves MatMul and
-            Softmax, as auto_LiRPA alone would see the model.
+        attention: "operators" puts recognised attention into operators of ours; "decomposed" leaves MatMul
+            and Softmax, as auto_LiRPA alone would see the model.
         logits: take a final Softmax, LogSoftmax, ArgMax or single Sigmoid off (`info.head` says which).
         dtype: of the parameters. Folded constants are computed in float64 and rounded once.
         check: compare the outputs on random inputs with onnxruntime's (at batch 1, and 3 where the file
@@ -325,7 +325,7 @@ def _check(path: str | Path, module: OnnxModule, dtype: torch.dtype, batches: tu
         loop = torch.cat([module(x[i : i + 1]) for i in range(3)])
         if _difference(module(x), loop) > AGREEMENT:
             raise UnsupportedModelError(
-                f"{path}: samples of one batch influence each other, so the model cannot be bounded in batches"
+                f"{path}: samples of one batch influence each other; such a model cannot be bounded in batches"
             )
 
 
@@ -350,5 +350,6 @@ def _first_difference(path: str | Path, module: OnnxModule, x: Tensor) -> str:
         gap = _difference(mine[name], torch.from_numpy(np.asarray(value)))
         if gap > AGREEMENT:
             step = producer[name]
-            return f"first node that differs: {step.op} {step.name} (by {gap:.2g}, shape {tuple(mine[name].shape)})"
+            shape = tuple(mine[name].shape)
+            return f"first node that differs: {step.op} {step.name} (by {gap:.2g}, shape {shape})"
     return "no single node differs by more than the tolerance: the error builds up by rounding; try float64"

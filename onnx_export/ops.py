@@ -92,12 +92,12 @@ def attention_scores(query: Tensor, key: Tensor, attn_mask: Tensor | None = None
     Returns:
         (batch, heads, n, m).
     """
-    return _Scores.apply(query, key, attn_mask, float(scale))  # type: ignore[no-any-return]
+    return _Scores.apply(query, key, attn_mask, float(scale))
 
 
 def attention_weights(scores: Tensor) -> Tensor:
     """Softmax over the last axis; (batch, heads, n, m) → (batch, heads, n, m)."""
-    return _Weights.apply(scores)  # type: ignore[no-any-return]
+    return _Weights.apply(scores)
 
 
 def attention_average(scores: Tensor, weights: Tensor, value: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def attention_average(scores: Tensor, weights: Tensor, value: Tensor) -> Tensor:
     Returns:
         (batch, heads, n, dv).
     """
-    return _Average.apply(scores, weights, value)  # type: ignore[no-any-return]
+    return _Average.apply(scores, weights, value)
 
 
 def attention(

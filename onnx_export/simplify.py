@@ -123,7 +123,14 @@ def fix_input_shapes(model: ir.Model, path: str | Path) -> bool:
 
 def fold(model: ir.Model) -> None:
     """Fold constants and shape arithmetic and infer shapes, in place."""
-    optimizer.optimize_ir(model, num_iterations=4, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
+    optimizer.optimize_ir(
+        model,
+        num_iterations=4,
+        input_size_limit=FOLD_LIMIT,
+        output_size_limit=FOLD_LIMIT,
+        # by default kept to save space, and with it the shape of a class token that is expanded to the batch
+        should_fold=lambda node: True if node.op_type == "ConstantOfShape" else None,
+    )
     rewrite(model, [transpose_transpose_rule, no_op_transpose_rule, dropout_inference_rule])
 
 
@@ -221,9 +228,10 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
             name=f"{product.name}/key",
         )
         swap.outputs[0].name = f"{key_t.name}/key"
-        q_shape, k_shape, v_shape = (list(s) for s in (query.shape, key_t.shape, value.shape))
+        q_shape, k_shape, v_shape = (s.numpy() for s in (query.shape, key_t.shape, value.shape))
         swap.outputs[0].shape = ir.Shape([*k_shape[:-2], k_shape[-1], k_shape[-2]])
-        swap.outputs[0].dtype = key_t.dtype
+        if key_t.dtype is not None:
+            swap.outputs[0].dtype = key_t.dtype
         inputs: list[ir.Value] = [query, swap.outputs[0]]
         if mask is not None:
             dtype = np.float32 if query.dtype in (None, ir.DataType.FLOAT) else np.float64
@@ -246,7 +254,9 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
             name=f"{consumer.name}/AttentionAverage",
         )
         for new, old in ((scores, scores_in), (probs, weights), (average, out)):
-            new.outputs[0].shape, new.outputs[0].dtype = old.shape, old.dtype
+            new.outputs[0].shape = old.shape
+            if old.dtype is not None:
+                new.outputs[0].dtype = old.dtype
         names = scores_in.name, weights.name, out.name
         ir.convenience.replace_nodes_and_values(
             graph,
@@ -262,10 +272,10 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
             Attention(
                 name=product.name or str(names[0]),
                 heads=heads,
-                queries=int(q_shape[-2]),
-                keys=int(k_shape[-1]),
-                head_dim=int(q_shape[-1]),
-                value_dim=int(v_shape[-1]),
+                queries=q_shape[-2],
+                keys=k_shape[-1],
+                head_dim=q_shape[-1],
+                value_dim=v_shape[-1],
                 masked=mask is not None,
                 scale=scale,
             )

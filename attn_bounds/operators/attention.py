@@ -49,7 +49,7 @@ def _fit(a: Tensor | None, node: Any) -> Tensor | None:
     return a if a.shape == shape else a.sum_to_size(shape)
 
 
-class BoundAttentionOperator(BoundOptimizableActivation):  # type: ignore[misc]
+class BoundAttentionOperator(BoundOptimizableActivation):
     """What the three operators share: both sides from one lower plane, and the α of the final node.
 
     A subclass gives `requires_input_bounds`, `interval_propagate`, `bound_forward`, `lower_plane` and
@@ -86,8 +86,9 @@ class BoundAttentionOperator(BoundOptimizableActivation):  # type: ignore[misc]
         if self.opt_stage in ("opt", "reuse") and start_node is not None:
             alpha = self.alpha.get(start_node.name)
         none: list[Tensor | None] = [None] * len(x)
-        lower, lower_bias = none, 0
-        upper, upper_bias = none, 0
+        lower, upper = none, none
+        lower_bias: Tensor | int = 0
+        upper_bias: Tensor | int = 0
         if last_lA is not None:
             lower, lower_bias = self.lower_plane(last_lA, None if alpha is None else alpha[0])
         if last_uA is not None:
@@ -216,7 +217,8 @@ class BoundAttentionScores(BoundAttentionOperator):
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         q, k = self.inputs[:2]
         scaled = self.scale * a
-        bias: Tensor | float = 0.0
+        bias = torch.zeros(a.shape[:2], dtype=a.dtype, device=a.device)
+        coefficients: list[Tensor | None]
         if q.perturbed and k.perturbed:
             plane = product_lower_plane(scaled, *_box(q), *_box(k), 0.5 if alpha is None else alpha)
             coefficients, bias = [_fit(plane.x, q), _fit(plane.y, k)], plane.bias
@@ -227,8 +229,6 @@ class BoundAttentionScores(BoundAttentionOperator):
         if (mask := self._mask()) is not None:
             bias = bias + (a * mask).flatten(2).sum(-1)
             coefficients.append(None)
-        if not isinstance(bias, Tensor):
-            bias = torch.zeros(a.shape[:2], dtype=a.dtype, device=a.device)
         return coefficients, bias
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
@@ -268,8 +268,9 @@ class BoundAttentionWeights(BoundAttentionOperator):
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         lower, upper = _box(self.inputs[0])
         box = log_probability_box(lower, upper)
+        shift: Tensor | float = 1.0
         if alpha is None:
-            planes, shift = softmax_planes(lower, upper, log_box=box), 1.0
+            planes = softmax_planes(lower, upper, log_box=box)
         else:
             centre = lower + alpha[..., :-1] * (upper - lower)
             planes, shift = softmax_planes(lower, upper, centre, box), 2.0 * alpha[..., -1:]
@@ -286,20 +287,20 @@ class BoundAttentionWeights(BoundAttentionOperator):
             others = (row * high).sum(-1, keepdim=True) - row * high
             return diagonal.clamp(min=0.0) * low + diagonal.clamp(max=0.0) * high - factor * others
 
-        def lift(t: Tensor) -> Tensor:
-            return t.unsqueeze(1)
-
         p = planes
-        low_args = p.low_own, p.low_others, p.chord
-        high_args = p.high_own, p.high_own, p.weights
+        low_args: tuple[Tensor, Tensor, Tensor] = p.low_own, p.low_others, p.chord
+        high_args: tuple[Tensor, Tensor, Tensor] = p.high_own, p.high_own, p.weights
+
+        def lifted(args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            return args[0].unsqueeze(1), args[1].unsqueeze(1), args[2].unsqueeze(1)
 
         def at_centre(own: Tensor, factor: Tensor, row: Tensor) -> Tensor:
             return own * p.centre - factor * (row * p.centre).sum(-1, keepdim=True)
 
         new_lb = combine(*low_args, lb, ub) - at_centre(*low_args) + p.low
         new_ub = combine(*high_args, ub, lb) - at_centre(*high_args) + p.high
-        new_lw = None if lw is None else combine(*map(lift, low_args), lw, uw)
-        new_uw = None if uw is None else combine(*map(lift, high_args), uw, lw)
+        new_lw = None if lw is None else combine(*lifted(low_args), lw, uw)
+        new_uw = None if uw is None else combine(*lifted(high_args), uw, lw)
         return LinearBound(new_lw, new_lb, new_uw, new_ub)
 
 
@@ -330,7 +331,8 @@ class BoundAttentionAverage(BoundAttentionOperator):
         )  # mix of planes per output, and the row's weight of lse against key
 
     def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
-        return average_range(*v[0][:2], *v[2][:2], p_box=v[1][:2])
+        (s_l, s_u), p_box, (v_l, v_u) = (interval[:2] for interval in v)
+        return average_range(s_l, s_u, v_l, v_u, p_box)
 
     def _p_box(self) -> tuple[Tensor, Tensor]:
         s, p = self.inputs[:2]

@@ -42,7 +42,7 @@ class BehindInputBox(nn.Module):
         return self.model(*(_InputBox.apply(x) for x in inputs))
 
 
-class BoundInputBox(Bound):  # type: ignore[misc]
+class BoundInputBox(Bound):
     """Identity; interval bounds of an lp ball are its bounding box."""
 
     def __init__(self, attr: Any, inputs: Any, output_index: int, options: Any) -> None:

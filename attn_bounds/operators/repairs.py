@@ -15,7 +15,7 @@ from ..lirpa import BoundLinear, BoundMatMul, BoundReduceMax, BoundSoftmax
 from ..sensitivity.softmax import probability_box, softmax_planes
 
 
-class RepairedReduceMax(BoundReduceMax):  # type: ignore[misc]
+class RepairedReduceMax(BoundReduceMax):
     """0.3 scatters the coefficients of the first functional only.
 
     The maximum is a shift in front of a softmax, any fixed entry serves: backward and interval bounds both
@@ -42,7 +42,7 @@ class RepairedReduceMax(BoundReduceMax):  # type: ignore[misc]
         return (low, high) if self.keepdim else (low.squeeze(self.axis), high.squeeze(self.axis))
 
 
-class RepairedSoftmax(BoundSoftmax):  # type: ignore[misc]
+class RepairedSoftmax(BoundSoftmax):
     """0.7.1 subtracts nearly equal numbers in the interval and adds 1e-8 inside logarithms."""
 
     def interval_propagate(self, *v: Any) -> Any:
@@ -59,7 +59,7 @@ class RepairedSoftmax(BoundSoftmax):  # type: ignore[misc]
         return (own, own, planes.weights), bias
 
 
-class RepairedMatMul(BoundMatMul):  # type: ignore[misc]
+class RepairedMatMul(BoundMatMul):
     """0.3 hands functionals of a final product to `interval_propagate`, which does not take them."""
 
     def interval_propagate(self, *v: Any, C: Tensor | None = None, **kwargs: Any) -> Any:
@@ -70,5 +70,6 @@ class RepairedMatMul(BoundMatMul):  # type: ignore[misc]
 def repairs() -> tuple[dict[str, Any], str]:
     """Replacements by node kind for the installed version, and the words that say so in results."""
     if lirpa.is_old():
-        return {"onnx::ReduceMax": RepairedReduceMax, "onnx::MatMul": RepairedMatMul}, f"stock {lirpa.version()}, ReduceMax repaired"
+        replaced = {"onnx::ReduceMax": RepairedReduceMax, "onnx::MatMul": RepairedMatMul}
+        return replaced, f"stock {lirpa.version()}, ReduceMax repaired"
     return {"onnx::Softmax": RepairedSoftmax}, f"stock {lirpa.version()}, Softmax intervals repaired"

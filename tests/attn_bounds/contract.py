@@ -98,7 +98,11 @@ def smallest(case: Case, functional: Tensor, norm: float, restarts: int = 6, ste
             if norm == math.inf:
                 vertex = -case.eps * g.sign()
             elif norm == 2.0:
-                vertex = -case.eps * g / g.flatten(1).norm(dim=1).clamp(min=1e-300).reshape(-1, *[1] * (g.ndim - 1))
+                vertex = (
+                    -case.eps
+                    * g
+                    / g.flatten(1).norm(dim=1).clamp(min=1e-300).reshape(-1, *[1] * (g.ndim - 1))
+                )
             else:
                 flat = g.flatten(1)
                 hot = torch.zeros_like(flat).scatter(1, flat.abs().argmax(1, keepdim=True), 1.0)
@@ -171,7 +175,9 @@ class BoundContract:
 
     def test_batch_equals_loop(self) -> None:
         for case in self.cases()[:3]:
-            both = [torch.cat([x, 0.7 * x + 0.1]) if i in case.perturbed else x for i, x in enumerate(case.inputs)]
+            both = [
+                torch.cat([x, 0.7 * x + 0.1]) if i in case.perturbed else x for i, x in enumerate(case.inputs)
+            ]
             pair = Case(case.name, case.module, both, case.perturbed, case.eps, case.options)
             c = self.functional(case)
             for method in self.methods:

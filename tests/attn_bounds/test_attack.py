@@ -119,7 +119,7 @@ def test_other_classes_than_the_closest_are_tried() -> None:
 
     def model(x: Tensor) -> Tensor:
         mean = x.mean(1)
-        return torch.stack([torch.zeros_like(mean), -0.1 - 0.05 * mean**2, 1.2 * mean - 1], 1)
+        return torch.stack([torch.zeros_like(mean), -0.1 - 0.05 * x[:, 0] ** 2, 1.2 * mean - 1], 1)
 
     result = pgd(model, inputs, Specification.classification(0, 3))
     assert result.found and result.x.mean() > 0.8

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attn_bounds.errors import InputError
-from attn_bounds.properties import InputSet, Property, Specification, read_vnnlib
+from attn_bounds.properties import InputSet, Property, Specification
+from attn_bounds.vnnlib import read_vnnlib
 
 INF = math.inf
 NORMS = (1.0, 2.0, INF)
@@ -136,6 +137,16 @@ def test_float32_points_of_a_float64_ball_are_inside(norm: float, clip: tuple[fl
         assert x.dtype == torch.float32 and inputs.contains(x).all()
         if clip is None and norm != INF:
             assert (length(x.double() - center, norm) > eps * 0.8).all()
+
+
+@pytest.mark.parametrize("norm", [1.0, 2.0])
+def test_rounding_does_not_leave_the_clip_range(norm: float) -> None:
+    """Here center + (0.3 - center) rounds to more than 0.3 for about half of the elements."""
+    generator = torch.Generator().manual_seed(12)
+    center = 0.3 - 3 * torch.rand(1, 100, dtype=torch.float64, generator=generator)
+    assert (center + (0.3 - center) > 0.3).any()
+    x = InputSet.ball(center, norm, 1000.0, (-5.0, 0.3)).project(center + 10)
+    assert x.amax() <= 0.3 and x.amin() > 0.3 - 1e-12
 
 
 def test_box_in_float64_gives_float32_points_inside() -> None:

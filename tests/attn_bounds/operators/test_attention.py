@@ -57,7 +57,9 @@ class KeysAndValues(nn.Module):
 class SelfAttention(nn.Module):
     """One input, linear maps to Q, K and V, heads, residual connection."""
 
-    def __init__(self, d: int, heads: int, seed: int, weight: float = 1.0, mask: Tensor | None = None) -> None:
+    def __init__(
+        self, d: int, heads: int, seed: int, weight: float = 1.0, mask: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.register_buffer("mask", mask)
@@ -78,7 +80,15 @@ class SelfAttention(nn.Module):
 
 
 def roots_case(
-    name: str, heads: int, n: int, m: int, perturbed: list[int], eps: float, size: float, seed: int, **kwargs: object
+    name: str,
+    heads: int,
+    n: int,
+    m: int,
+    perturbed: list[int],
+    eps: float,
+    size: float,
+    seed: int,
+    **kwargs: object,
 ) -> Case:
     options = {k: kwargs.pop(k) for k in list(kwargs) if k == "attention_relaxation"}
     shapes = (heads, n, 3), (heads, m, 3), (heads, m, 2)
@@ -101,7 +111,13 @@ class TestQueriesKeysValuesAsInputs(BoundContract):
             roots_case("cross-attention", 1, 2, 4, [0, 1, 2], 0.3, 1.0, 1),
             roots_case("one key", 1, 3, 1, [0, 1, 2], 0.5, 1.0, 2),
             roots_case("one query", 1, 1, 3, [0, 1, 2], 0.02, 3.0, 3),
-            Case("constant keys", Queries(tensor(1, 2, 3, 3), tensor(2, 2, 3, 2)), [tensor(3, 1, 2, 3, 3)], [0], 0.5),
+            Case(
+                "constant keys",
+                Queries(tensor(1, 2, 3, 3), tensor(2, 2, 3, 2)),
+                [tensor(3, 1, 2, 3, 3)],
+                [0],
+                0.5,
+            ),
             Case(
                 "constant queries",
                 KeysAndValues(tensor(4, 2, 2, 3)),
@@ -153,7 +169,13 @@ class TestForwardMode(BoundContract):
 
     @staticmethod
     def cases() -> list[Case]:
-        constant = Case("constant keys", Queries(tensor(1, 2, 3, 3), tensor(2, 2, 3, 2)), [tensor(3, 1, 2, 3, 3)], [0], 0.5)
+        constant = Case(
+            "constant keys",
+            Queries(tensor(1, 2, 3, 3), tensor(2, 2, 3, 2)),
+            [tensor(3, 1, 2, 3, 3)],
+            [0],
+            0.5,
+        )
         return [*TestSelfAttention.cases(), constant]
 
 
@@ -232,7 +254,10 @@ def test_l2_root_has_a_box() -> None:
     x = torch.zeros(1, 3, dtype=torch.float64)
     for norm in (1.0, 2.0):
         for method in ("IBP", "CROWN", "alpha-crown"):
-            for module, c in ((Relu(), torch.eye(3, dtype=torch.float64)), (Shifted(), torch.ones(1, 1).double())):
+            for module, c in (
+                (Relu(), torch.eye(3, dtype=torch.float64)),
+                (Shifted(), torch.ones(1, 1).double()),
+            ):
                 case = Case("root", module, [x], [0], 0.4)
                 found = -smallest(case, -c, norm)
                 _, high = bounds(case, c, norm, method)
