@@ -41,9 +41,10 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    globals()[name] = value  # the module `certify` would otherwise hide the function of that name
-    return value
+    module = importlib.import_module(f".{_LAZY[name]}", __name__)
+    # all of its names at once: the module `certify` would otherwise hide the function of that name
+    globals().update({n: getattr(module, n) for n, m in _LAZY.items() if m == _LAZY[name]})
+    return globals()[name]
 
 
 __all__ = [

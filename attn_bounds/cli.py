@@ -24,9 +24,9 @@ class _Group(TyperGroup):
     """Turns what a user can cause into one line on stderr and exit code 2."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        standalone = kwargs.pop("standalone_mode", True)
+        standalone = kwargs.get("standalone_mode", True)
         try:
-            code = super().main(*args, **kwargs, standalone_mode=False)
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except ClickException as e:
             code = _complain(e.format_message())
         except InputError as e:

@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
     "fixed_reducemax_index": True,
 }
 STOCK_OPTIMIZE: dict[str, Any] = {"iteration": 20}  # the rest as auto_LiRPA ships it
-OPTIMIZE: dict[str, Any] = {"iteration": 20, "lr_alpha": 0.1, "keep_best": True, "early_stop_patience": 10}
+OPTIMIZE: dict[str, Any] = {"iteration": 20, "lr_alpha": 0.05, "keep_best": True, "early_stop_patience": 10}
 
 _NAMES = {
     "BoundedModule": "auto_LiRPA",

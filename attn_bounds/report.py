@@ -171,7 +171,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 def certify_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
     """A line per input, and a count of the outcomes."""
-    cells = {
+    cells: dict[str, list[Any]] = {
         "status": [Text(r["status"], STYLES[r["status"]]) for r in rows],
         "margin ≥": [_number(r["margin"]) for r in rows],
         "by": [r["method"] for r in rows],
@@ -183,7 +183,7 @@ def certify_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
 
 def radius_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
     """A line per input, and the mean radius."""
-    cells = {
+    cells: dict[str, list[Any]] = {
         "radius ≥": [_number(r["radius"]) for r in rows],
         "attack at": [_number(r["attack_radius"]) for r in rows],
         "bounds": [str(r["evaluations"]) for r in rows],

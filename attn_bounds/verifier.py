@@ -199,7 +199,8 @@ class Verifier:
             same = (found == expected) | (found.isnan() & expected.isnan())  # NaN weights are found out later
             if bool((same | ((found - expected).abs() <= 1e-5 * scale)).all()):
                 return
-        values = list(module.values(x).values()) if hasattr(module, "values") else [expected]
+        values_of: Any = getattr(module, "values", None)
+        values = [expected] if values_of is None else list(values_of(x).values())
         for node in graph.all_nodes():
             v = getattr(node, "forward_value", None)
             if (
@@ -385,7 +386,6 @@ class Verifier:
     ) -> list[Certificate]:
         """`certify_set` for several inputs of one norm; bounds are computed in one pass per method."""
         stages = self.stages(method)
-        start = time.perf_counter()
         options = {
             **self.describe(method),
             "attack": attack,
@@ -413,7 +413,8 @@ class Verifier:
         ]
 
         def update(i: int, **changes: Any) -> None:
-            results[i] = replace(results[i], seconds=time.perf_counter() - start, **changes)
+            tried = changes.get("tried", results[i].tried)
+            results[i] = replace(results[i], **changes, seconds=sum(t["seconds"] for t in tried))
             if report is not None:
                 report(i, results[i])
 
@@ -568,8 +569,10 @@ class Verifier:
         if report is not None:
             report(result)
 
+        finite = False  # whether any bound was
+
         def certified(eps: float) -> bool:
-            nonlocal result
+            nonlocal result, finite
             ball = InputSet.ball(center, norm, eps, clip)
             best = None
             for stage in stages:
@@ -579,6 +582,7 @@ class Verifier:
                 best = row if best is None else torch.maximum(best, row)
                 if float(spec.margin(best)) > 0:
                     break
+            finite = finite or best is not None
             ok = best is not None and float(spec.margin(best)) > 0
             result = replace(
                 result,
@@ -592,9 +596,10 @@ class Verifier:
 
         high = min(attacked, upper)
         if high <= 0 or not certified(0.0):
-            return replace(
-                result, reason="the centre itself is not certified", seconds=time.perf_counter() - start
+            why = (
+                "the centre itself is not certified" if finite or high <= 0 else "bounds are NaN or infinite"
             )
+            return replace(result, reason=why, seconds=time.perf_counter() - start)
         if attacked == math.inf and certified(upper):
             return replace(result, reason=f"certified up to the largest radius tried, {upper:g}")
         low, probe = 0.0, high / 4

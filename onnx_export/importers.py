@@ -36,9 +36,13 @@ class Context:
     opset: int
     constants: list[Tensor | None]  # per input: float64 (or integer) tensor, or None for data and absent ones
     present: list[bool]  # per input: given at all
+    out_shapes: list[tuple[int, ...]]  # per output, with batch 1
     shapes: list[tuple[int, ...]]  # per input, with batch 1
-    out_shape: tuple[int, ...]
     parameter: Callable[[Tensor], Callable[[], Tensor]]  # stores a constant in the module, returns its getter
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.out_shapes[0]
 
     def attr_int(self, name: str, default: int) -> int:
         return int(self.node.attributes.get_int(name, default))
@@ -250,6 +254,15 @@ def concat(ctx: Context) -> Function:
     return run
 
 
+def split(ctx: Context) -> list[Function]:
+    axis = ctx.axis(ctx.attr_int("axis", 0))
+    functions, start = [], 0
+    for shape in ctx.out_shapes:
+        functions.append(_select(ctx, axis, list(range(start, start + shape[axis])), keep=True))
+        start += shape[axis]
+    return functions
+
+
 def _select(ctx: Context, axis: int, indices: list[int], keep: bool) -> Function:
     """Entries of one axis, as a product with a 0/1 matrix (an operation every version bounds exactly)."""
     size, last = ctx.shapes[0][axis], len(ctx.shapes[0]) - 1
@@ -343,7 +356,8 @@ def attention_scores(ctx: Context) -> Function:
     return lambda q, k: ops.attention_scores(q, k, get(), scale=scale)
 
 
-IMPORTERS: dict[tuple[str, str], Callable[[Context], Function]] = {
+# an importer returns one function, or a list with one per output
+IMPORTERS: dict[tuple[str, str], Callable[[Context], Function | list[Function]]] = {
     ("", "Add"): binary,
     ("", "Sub"): binary,
     ("", "Mul"): binary,
@@ -365,6 +379,7 @@ IMPORTERS: dict[tuple[str, str], Callable[[Context], Function]] = {
     ("", "Concat"): concat,
     ("", "Gather"): gather,
     ("", "Slice"): slice_,
+    ("", "Split"): split,
     ("", "ReduceMean"): reduce_mean,
     ("", "ReduceSum"): reduce_mean,
     ("", "Softmax"): softmax,

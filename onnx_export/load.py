@@ -132,16 +132,29 @@ class Oracle:
             raise InputError(
                 f"{path}: onnxruntime cannot run this model ({str(e).splitlines()[0]})"
             ) from None
-        self.input = self.session.get_inputs()[0]
+        self.path, self.input = path, self.session.get_inputs()[0]
+        self.dynamic = not isinstance(self.input.shape[0], int)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(batch, *input) → (batch, *output), one sample at a time where the file fixes the batch to 1."""
-        dtype = np.float64 if "double" in self.input.type else np.float32
-        array = x.detach().cpu().numpy().astype(dtype)
-        dynamic = not isinstance(self.input.shape[0], int)
-        batches = [array] if dynamic else [array[i : i + 1] for i in range(len(array))]
-        outputs = [self.session.run(None, {self.input.name: b})[0] for b in batches]
-        return torch.from_numpy(np.concatenate(outputs))
+        """(batch, *input) → (batch, *output); sample by sample where the file takes only batch 1.
+
+        Raises:
+            InputError: onnxruntime fails on a single sample.
+        """
+        array = x.detach().cpu().numpy().astype(np.float64 if "double" in self.input.type else np.float32)
+        if self.dynamic and len(array) > 1:
+            try:
+                return self._run(array)
+            except Exception:  # a graph may declare a dynamic batch and then not support it
+                self.dynamic = False
+        try:
+            return torch.cat([self._run(array[i : i + 1]) for i in range(len(array))])
+        except Exception as e:
+            reason = str(e).splitlines()[0]
+            raise InputError(f"{self.path}: onnxruntime fails on this model ({reason})") from None
+
+    def _run(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(self.session.run(None, {self.input.name: array})[0])
 
 
 def _named_dims(value: ir.Value) -> list[int | str]:
@@ -151,7 +164,6 @@ def _named_dims(value: ir.Value) -> list[int | str]:
 def _build(model: ir.Model, module: OnnxModule, dtype: torch.dtype, version: int) -> list[UnsupportedNode]:
     """Fill `module.steps`; returns the nodes that could not be imported (all of them)."""
     constants: dict[str, Tensor] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
     failed: list[UnsupportedNode] = []
 
     def parameter(c: Tensor) -> Callable[[], Tensor]:
@@ -180,31 +192,33 @@ def _build(model: ir.Model, module: OnnxModule, dtype: torch.dtype, version: int
             importer = IMPORTERS.get((node.domain, node.op_type))
             if importer is None:
                 raise Unsupported("operator not supported")
-            used = [o for o in node.outputs if o.uses() or o.is_graph_output()]
-            if len(used) > 1 or (used and used[0] is not node.outputs[0]):
-                raise Unsupported("several outputs")
-            for v, c in zip(inputs, consts, strict=True):
-                if v is not None:
-                    shapes[str(v.name)] = tuple(c.shape) if c is not None else _static(v)
-            out = node.outputs[0]
-            run = importer(
-                Context(
-                    node=node,
-                    opset=version,
-                    constants=consts,
-                    present=[v is not None for v in inputs],
-                    shapes=[shapes[str(v.name)] if v is not None else () for v in inputs],
-                    out_shape=_static(out),
-                    parameter=parameter,
-                )
+            context = Context(
+                node=node,
+                opset=version,
+                constants=consts,
+                present=[v is not None for v in inputs],
+                shapes=[_static_input(v, c) for v, c in zip(inputs, consts, strict=True)],
+                out_shapes=[_static(o) for o in node.outputs if o is node.outputs[0] or o.shape is not None],
+                parameter=parameter,
             )
+            runs = importer(context)
+            runs = runs if isinstance(runs, list) else [runs]
+            if any(o.uses() or o.is_graph_output() for o in node.outputs[len(runs) :]):
+                raise Unsupported("its second output is used")
         except Unsupported as e:
             domain = f"{node.domain}::" if node.domain else ""
             failed.append(UnsupportedNode(op=f"{domain}{node.op_type}", node=label, why=str(e)))
             continue
         data = tuple(str(v.name) for v, c in zip(inputs, consts, strict=True) if v is not None and c is None)
-        module.steps.append(Step(label, node.op_type, data, str(out.name), run))
+        for out, run in zip(node.outputs, runs, strict=False):
+            module.steps.append(Step(label, node.op_type, data, str(out.name), run))
     return failed
+
+
+def _static_input(value: ir.Value | None, constant: Tensor | None) -> tuple[int, ...]:
+    if constant is not None:
+        return tuple(constant.shape)
+    return () if value is None else _static(value)
 
 
 def _static(value: ir.Value) -> tuple[int, ...]:
@@ -325,7 +339,7 @@ def _check(path: str | Path, module: OnnxModule, dtype: torch.dtype, batches: tu
         loop = torch.cat([module(x[i : i + 1]) for i in range(3)])
         if _difference(module(x), loop) > AGREEMENT:
             raise UnsupportedModelError(
-                f"{path}: samples of one batch influence each other; such a model cannot be bounded in batches"
+                f"{path}: samples of one batch influence each other; it cannot be bounded in batches"
             )
 
 

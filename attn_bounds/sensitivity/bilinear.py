@@ -35,12 +35,15 @@ def product_lower_plane(
     Returns:
         coefficients (spec, batch, …, n, k), (spec, batch, …, m, k) and bias (spec, batch).
     """
+    positive, negative = a.clamp(min=0.0), a.clamp(max=0.0)
+    if isinstance(mix, float) and mix == 1.0:
+        const = positive * (x_l @ y_l.mT) + negative * (x_l @ y_u.mT)
+        return Plane(positive @ y_l + negative @ y_u, a.mT @ x_l, -const.flatten(2).sum(-1))
     if isinstance(mix, float) and mix == 0.5:
         x_c, y_c = (x_l + x_u) / 2, (y_l + y_u) / 2
         spread = ((x_u - x_l) / 2) @ ((y_u - y_l) / 2).mT
         const = a * (x_c @ y_c.mT) + a.abs() * spread
         return Plane(a @ y_c, a.mT @ x_c, -const.flatten(2).sum(-1))
-    positive, negative = a.clamp(min=0.0), a.clamp(max=0.0)
     p1, n1 = positive * mix, negative * mix
     p0, n0 = positive - p1, negative - n1
     x_coefficients = (p0 + n1) @ y_u + (p1 + n0) @ y_l

@@ -240,30 +240,54 @@ class WeightsPlane(NamedTuple):
     bias: Tensor
 
 
-def weights_lower_plane(a: Tensor, planes: SoftmaxPlanes, shift: Tensor | float = 1.0) -> WeightsPlane:
+def best_row_shift(a: Tensor, planes: SoftmaxPlanes) -> Tensor:
+    """The t that loses least in `Σ a_c p_c = t + Σ (a_c − t) p_c` when p is replaced by its planes.
+
+    At the centre, `(a_c − t)⁺` costs the gap of the lower plane and `(t − a_c)⁺` that of the upper one: a
+    convex, piecewise linear function of t with its minimum at one of the a_c (a weighted median).
+
+    Shape: (spec, batch, …, n, m) → (spec, batch, …, n, 1).
+    """
+    with torch.no_grad():  # which entry it is; its value keeps the gradient
+        below = (planes.weights - planes.low).clamp(min=0.0).expand(a.shape)
+        above = (planes.high - planes.weights).clamp(min=0.0).expand(a.shape)
+        ordered, index = a.sort(-1, descending=True)
+        below, above = below.gather(-1, index), above.gather(-1, index)
+        larger = (below * ordered).cumsum(-1) - ordered * below.cumsum(-1)
+
+        def from_right(x: Tensor) -> Tensor:
+            return x.flip(-1).cumsum(-1).flip(-1)
+
+        smaller = ordered * from_right(above) - from_right(above * ordered)
+        best = index.gather(-1, (larger + smaller).argmin(-1, keepdim=True))
+    return a.gather(-1, best)
+
+
+def weights_lower_plane(a: Tensor, planes: SoftmaxPlanes, shift: Tensor | float = 0.0) -> WeightsPlane:
     """Lower bound of `⟨a, softmax(S)⟩`, linear in S.
 
     Every row of probabilities sums to 1, so a constant t may be taken from a row of coefficients and given
-    back as a bias: `Σ a_c p_c = t + Σ (a_c − t) p_c`. With t the average of the row the coefficients are
-    small and so is what the planes lose.
+    back as a bias; with a good t the rest is small, and so is what the planes lose on it.
 
     Arguments:
         a: (spec, batch, …, n, m).
         planes: of the scores' box, (batch, …, n, m) or with the spec dimension in front.
-        shift: t in units of the row's average under the probabilities at the centre; number or
+        shift: added to `best_row_shift`, in units of the spread of the row's coefficients; a number or
             (spec, batch, …, n, 1). Any value is valid.
 
     Returns:
         coefficients (spec, batch, …, n, m), bias (spec, batch).
     """
-    t = shift * (a * planes.weights).sum(-1, keepdim=True)
+    t = best_row_shift(a, planes)
+    if isinstance(shift, Tensor) or shift != 0.0:
+        t = t + shift * (a.amax(-1, keepdim=True) - a.amin(-1, keepdim=True))
     a = a - t
     positive, negative = a.clamp(min=0.0), a.clamp(max=0.0)
     up = negative * planes.high_own
     scores = positive * planes.low_own - (positive * planes.low_others).sum(-1, keepdim=True) * planes.chord
     scores = scores + up - up.sum(-1, keepdim=True) * planes.weights
     const = positive * planes.low + negative * planes.high - scores * planes.centre
-    bias = const.flatten(2).sum(-1) + t.expand(*a.shape[:-1], 1).flatten(2).sum(-1)
+    bias = const.flatten(2).sum(-1) + t.flatten(2).sum(-1)
     return WeightsPlane(scores, bias)
 
 

@@ -241,7 +241,7 @@ def test_alpha_never_worsens() -> None:
 
 
 def test_l2_root_has_a_box() -> None:
-    """auto_LiRPA gives l1/l2 roots the box lower = upper = x: relu(x) then came out as 0 where 0.4 is reached."""
+    """auto_LiRPA gives l1/l2 roots the box lower = upper = x: relu(x) came out as 0 where 0.4 is reached."""
 
     class Relu(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

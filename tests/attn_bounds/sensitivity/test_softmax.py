@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_bounds.sensitivity.bilinear import product_lower_plane, product_range
 from attn_bounds.sensitivity.softmax import (
     average_range,
+    best_row_shift,
     jacobian_norm_upper,
     key_lower_plane,
     largest_average,
@@ -35,7 +36,7 @@ def box(seed: int, *shape: int, scale: float, width: float) -> tuple[Tensor, Ten
 BOXES = [
     box(10 * i, 5, m, scale=scale, width=width)
     for i, (m, scale, width) in enumerate(
-        [(1, 1.0, 1.0), (2, 1.0, 0.1), (3, 1.0, 1.0), (4, 5.0, 3.0), (6, 30.0, 1.0), (5, 0.1, 1e-4), (3, 1.0, 20.0)]
+        [(1, 1, 1), (2, 1, 0.1), (3, 1, 1), (4, 5, 3), (6, 30, 1), (5, 0.1, 1e-4), (3, 1, 20)]
     )
 ]
 
@@ -72,7 +73,7 @@ def test_probability_box_is_exact(lower: Tensor, upper: Tensor) -> None:
 
 
 def test_interval_that_stock_0_7_1_gets_wrong() -> None:
-    """For L = (−23, −18.5), U = (0, −18.4) it reports a lower bound 0.990; the truth is 0.00995 (0.01099 here)."""
+    """For L = (−23, −18.5), U = (0, −18.4) it reports 0.990 as lower bound; the truth is 0.00995."""
     low, high = probability_box(torch.tensor([-23.0, -18.5]), torch.tensor([0.0, -18.4]))
     true_low = 1 / (1 + math.exp(-18.4 + 23.0))
     assert low[0] <= true_low and low[0] == pytest.approx(true_low, rel=1e-4)
@@ -119,14 +120,15 @@ def test_planes_hold(lower: Tensor, upper: Tensor) -> None:
 def test_planes_touch_at_a_point() -> None:
     s = rand(3, 4, 5)
     p = softmax_planes(s, s)
-    assert torch.allclose(p.low, torch.softmax(s, -1), rtol=1e-12) and torch.allclose(p.high, p.low, rtol=1e-12)
+    assert torch.allclose(p.low, torch.softmax(s, -1), rtol=1e-12)
+    assert torch.allclose(p.high, p.low, rtol=1e-12)
     jacobian = torch.diag_embed(p.weights) - p.weights.unsqueeze(-1) * p.weights.unsqueeze(-2)
     mine = torch.diag_embed(p.low_own) - p.low_others.unsqueeze(-1) * p.chord.unsqueeze(-2)
     assert torch.allclose(mine, jacobian, atol=1e-9)
 
 
 @pytest.mark.parametrize("lower, upper", BOXES)
-@pytest.mark.parametrize("shift", [0.0, 1.0, -2.0])
+@pytest.mark.parametrize("shift", [0.0, 0.5, -1.0])
 def test_weights_lower_plane_holds(lower: Tensor, upper: Tensor, shift: float) -> None:
     a = rand(5, 2, 1, *lower.shape)  # (spec, batch, n, m)
     plane = weights_lower_plane(a, softmax_planes(lower[None], upper[None]), shift)
@@ -177,7 +179,8 @@ def test_average_range_holds() -> None:
         p = torch.softmax(corners(s_l, s_u), -1)  # each row of scores is a vertex
         worst, best = (p @ v_l).amin(0), (p @ v_u).amax(0)
         assert (low <= worst).all() and (high >= best).all()
-        assert torch.allclose(low, worst, rtol=1e-9, atol=1e-12) and torch.allclose(high, best, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(low, worst, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(high, best, rtol=1e-9, atol=1e-12)
 
 
 def test_key_plane_holds_and_is_exact_for_fixed_scores() -> None:
@@ -237,12 +240,12 @@ def test_jacobian_norm_of_uniform_rows() -> None:
     assert float(jacobian_norm_upper(half, half)[0]) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("mix", [0.5, 0.0, 1.0, 0.3])
+@pytest.mark.parametrize("mix", [0.5, 0.0, 1.0, 0.3, -1.0])
 def test_product_plane_holds_at_all_vertices(mix: float) -> None:
     x_l, x_u = box(700, 1, 2, 2, scale=1.0, width=1.0)
     y_l, y_u = box(701, 1, 2, 2, scale=1.0, width=1.0)
     a = rand(702, 3, 1, 2, 2)
-    weight = mix if mix == 0.5 else torch.full_like(a, mix)
+    weight = mix if mix == 0.5 else 1.0 if mix == -1.0 else torch.full_like(a, mix)  # the two short cuts
     plane = product_lower_plane(a, x_l, x_u, y_l, y_u, weight)
     # the gap is multilinear, so its minimum is at a vertex of the joint box
     joint_l, joint_u = (torch.cat([u.flatten(), w.flatten()]) for u, w in ((x_l, y_l), (x_u, y_u)))
@@ -254,3 +257,17 @@ def test_product_plane_holds_at_all_vertices(mix: float) -> None:
     low, high = product_range(x_l, x_u, y_l, y_u)
     s = x @ y.mT
     assert torch.allclose(low[0], s.amin(0)[0]) and torch.allclose(high[0], s.amax(0)[0])
+
+
+def test_best_row_shift_minimises_the_loss_at_the_centre() -> None:
+    lower, upper = box(800, 1, 3, 5, scale=1.0, width=1.0)
+    planes = softmax_planes(lower, upper)
+    a = rand(801, 2, 1, 3, 5)
+
+    def value(t: Tensor) -> Tensor:  # bound at the centre, per row
+        rest = a - t
+        return (rest.clamp(min=0) * planes.low + rest.clamp(max=0) * planes.high).sum(-1, keepdim=True) + t
+
+    best = value(best_row_shift(a, planes))
+    for t in torch.linspace(-3, 3, 61, dtype=torch.float64):
+        assert (best >= value(t.expand(2, 1, 3, 1)) - 1e-12).all()

@@ -1,0 +1,24 @@
+"""Shared fixtures. No test needs the network; those that need the competition files skip without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data" / "vnncomp_vit"
+
+
+@pytest.fixture(scope="session")
+def digits() -> Path:
+    """The bundled model."""
+    return ROOT / "examples" / "digits_vit.onnx"
+
+
+@pytest.fixture(scope="session")
+def vnncomp_vit() -> Path:
+    """Folder of the competition's Vision Transformers."""
+    if not SHARED.is_dir():
+        pytest.skip("the competition's Vision Transformers are not at ../shared/data/vnncomp_vit")
+    return SHARED
