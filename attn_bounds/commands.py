@@ -194,9 +194,10 @@ def certify(*, eps: float | None, method: str, attack: bool, batch: int, **optio
 def radius(*, method: str, attack: bool, tol: float, upper: float | None, **options: Any) -> None:
     """`attn-bounds radius`."""
     check_method(method)
-    for name, value in (("tol", tol), ("upper", upper)):
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"--{name} is {value}; it must be a finite number > 0")
+    if not 1e-6 <= tol <= 1:
+        raise InputError(f"--tol is {tol}; it must lie between 1e-6 and 1")
+    if upper is not None and not 0 < upper < math.inf:
+        raise InputError(f"--upper is {upper}; it must be a finite number > 0")
     with _session(**options) as s:
         job = {"norm": s.norm, **s.given, "method": method, "attack": attack, **s.attack}
         note = s.note()

@@ -302,9 +302,10 @@ class LimitedVerifier:
         return f"the child process ended with exit code {code}{phase}"
 
     def _kill(self, last: Any) -> Any:
-        """Kill the child; returns the last result that it had still sent."""
-        self._process.kill()
-        self._process.join()
+        """Kill the child, if there still is one; returns the last result that it had sent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
         with contextlib.suppress(EOFError, OSError):
             while self._connection is not None and self._connection.poll(0):
                 kind, value = pickle.loads(self._connection.recv_bytes())

@@ -241,8 +241,12 @@ class Verifier:
             x = (limits[0] + limits[1]) / 2
             ptb = lirpa.perturbation(norm, None, *limits)
         else:
-            eps = torch.tensor([[s.eps] for s in sets], dtype=self.dtype, device=self.device)
-            ptb = lirpa.perturbation(norm, eps)
+            radii = [s.eps for s in sets]
+            if len(set(radii)) == 1:  # 0.7.1 propagates intervals through Conv for one common radius only
+                ptb = lirpa.perturbation(norm, radii[0])
+            else:
+                eps = torch.tensor([[r] for r in radii], dtype=self.dtype, device=self.device)
+                ptb = lirpa.perturbation(norm, eps)
         functionals = torch.stack([s.A for s in specs]).to(x)
         bounded = lirpa.__getattr__("BoundedTensor")(x, ptb)
         name = method.removeprefix("stock-")

@@ -60,7 +60,17 @@ class RepairedSoftmax(BoundSoftmax):
 
 
 class RepairedMatMul(BoundMatMul):
-    """0.3 hands functionals of a final product to `interval_propagate`, which does not take them."""
+    """0.3 hands functionals of a final product to `interval_propagate`, which does not take them, and cannot
+    start a backward pass at a product of rank 3."""
+
+    def bound_backward(self, last_lA: Any, last_uA: Any, *x: Any, **kwargs: Any) -> Any:
+        def dense(a: Any) -> Any:
+            if a is None or isinstance(a, Tensor):
+                return a
+            spec, batch, *shape = a.shape  # an identity that 0.3 keeps abstract
+            return torch.eye(spec, device=a.device).reshape(spec, 1, *shape).expand(spec, batch, *shape)
+
+        return super().bound_backward(dense(last_lA), dense(last_uA), *x, **kwargs)
 
     def interval_propagate(self, *v: Any, C: Tensor | None = None, **kwargs: Any) -> Any:
         interval = super().interval_propagate(*v, **kwargs)

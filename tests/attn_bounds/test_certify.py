@@ -44,7 +44,9 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> tuple[Verifier, np.ndarr
     return Verifier(path), weight.astype(float), bias.astype(float)
 
 
-def exact_margins(weight: np.ndarray, bias: np.ndarray, x: Tensor, label: int, norm: float, eps: float) -> Any:
+def exact_margins(
+    weight: np.ndarray, bias: np.ndarray, x: Tensor, label: int, norm: float, eps: float
+) -> Any:
     """Smallest margins of a linear classifier over an lp ball, by class other than the label."""
     rows = weight[label] - np.delete(weight, label, 0)
     values = rows @ x.double().numpy() + bias[label] - np.delete(bias, label)
