@@ -90,7 +90,7 @@ def _session(
     Meanwhile stdout is `Session.out`'s: what libraries print goes to stderr.
     """
     if (data is None) == (not vnnlib):
-        raise InputError("give the inputs with --data or with --vnnlib")
+        raise InputError("give the inputs either with --data or with --vnnlib")
     if vnnlib and (index or count is not None):
         raise InputError("--index and --count choose from --data; they do not go with --vnnlib")
     if vnnlib and (target or top_k != 1):
@@ -155,7 +155,7 @@ def _naming(item: Item) -> Iterator[None]:
 
 def inspect(model: Path, as_json: bool) -> None:
     """`attn-bounds inspect`."""
-    row = report.inspect_row(onnx_export.inspect(model))
+    row = report.inspect_row(onnx_export.inspect(model, logits=True))
     out = report.Output(sys.stdout, as_json)
     out.add(row)
     out.show(*report.inspect_parts(row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -110,6 +111,7 @@ class BoundedModule(LirpaModule):
         self.repaired = repaired
         self.dtype = example.dtype
         self._running = False
+        self._domain: Any = None
         self.eval()
 
     def _nonlinear_on_input(self) -> bool:
@@ -153,7 +155,7 @@ class BoundedModule(LirpaModule):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As auto_LiRPA's; `method` may also be `alpha-crown`.
+        """As auto_LiRPA's; `method` may also be `alpha-crown` or `sensitivity`.
 
         Arguments:
             x: tuple of inputs, `BoundedTensor`s where perturbed, (batch, …).
@@ -178,6 +180,8 @@ class BoundedModule(LirpaModule):
         self._running = True
         try:
             with lirpa.default_dtype(self.dtype):
+                if name == "sensitivity":
+                    return self._sensitivity(x, C)
                 if name in ALPHA_METHODS:
                     if (
                         self.OWN_ALPHA
@@ -214,6 +218,29 @@ class BoundedModule(LirpaModule):
     def intermediate_bounds(self, x: Sequence[Any]) -> dict[str, Bounds]:
         """Bounds of the nodes that relaxations need, from the last CROWN pass on this input (else empty)."""
         return {n: d["bounds"] for n, d in self.store.of(x).items() if "bounds" in d}
+
+    def _sensitivity(self, x: Sequence[Any], C: Any) -> Bounds:
+        """One forward pass in affine forms with error sets; see `attn_bounds.domain`."""
+        from .domain.propagate import Domain
+
+        if len(x) != 1 or getattr(x[0], "ptb", None) is None:
+            raise NotImplementedError("method sensitivity needs exactly one input, and that one perturbed")
+        if self._domain is None:
+            self._domain = Domain(self)
+        value, ptb = x[0].detach().as_subclass(Tensor), x[0].ptb
+        batch = value.shape[0]
+        norm = float(ptb.norm)
+        if norm == math.inf:
+            lower = value - ptb.eps if ptb.x_L is None else ptb.x_L
+            upper = value + ptb.eps if ptb.x_U is None else ptb.x_U
+            value, radius = (lower + upper) / 2, (upper - lower) / 2
+        else:
+            radius = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1).expand(batch)
+        with torch.no_grad():
+            found = self._domain.run(value, norm, radius)
+            if C is None:
+                C = torch.eye(found.output.centre[0].numel(), dtype=value.dtype)
+            return found.row_bounds(C.to(value).expand(batch, *C.shape[-2:]))
 
     def _optimised_nodes(self) -> list[Any]:
         if lirpa.is_old():

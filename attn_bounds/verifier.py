@@ -26,7 +26,7 @@ OWN_METHODS = ("ibp", "crown", "alpha-crown")
 STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
 METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
 AUTO = ("ibp", "crown", "alpha-crown")  # cheap to tight
-_LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN", "alpha-crown": "alpha-crown"}
+_LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our BoundedModule
 
 # Units in the last place, relative to the outputs' size, that a bound loses to our own rounding: the longest
 # chain of float32 sums in a bound is a few thousand terms, whose errors add up like their root.
@@ -253,7 +253,7 @@ class Verifier:
         with torch.set_grad_enabled(name == "alpha-crown"):
             try:
                 lower, _ = graph.compute_bounds(
-                    x=(bounded,), C=functionals, method=_LIRPA_NAME[name], bound_upper=name == "ibp"
+                    x=(bounded,), C=functionals, method=_LIRPA_NAME.get(name, name), bound_upper=name == "ibp"
                 )
             except AssertionError:
                 if not stock:

@@ -264,13 +264,16 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool)
     return module.eval(), dynamic
 
 
-def inspect(path: str | Path) -> ModelInfo:
+def inspect(path: str | Path, *, logits: bool = False) -> ModelInfo:
     """What the file holds: shapes, attention units, and every node that `load` would refuse.
+
+    Arguments:
+        logits: as in `load`.
 
     Raises:
         InputError: the file cannot be read.
     """
-    return _prepare(path, torch.float32, "operators", logits=False)[0].info
+    return _prepare(path, torch.float32, "operators", logits)[0].info
 
 
 def load(

@@ -40,14 +40,13 @@ def _sabotaged_child(connection: Connection, model: str, threads: int, kwargs: d
             if what == "slow":
                 time.sleep(600)
             elif what == "greedy":
-                hoard.append(b"x" * 3_000_000_000)
+                hoard.append(b"x" * 1_500_000_000)
                 time.sleep(600)
             elif what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif what == "talkative":
+            elif what == "broken":
                 print("on stdout", flush=True)
                 os.system("echo on file descriptor 1")
-            elif what == "broken":
                 raise KeyError("a bug")
             elif what == "full":
                 raise MemoryError
@@ -95,6 +94,7 @@ def test_malformed_timeout(seconds: float) -> None:
 # -- time -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_time_limit_keeps_the_stages_that_finished(sabotaged: Callable[[str], Path]) -> None:
     model = sabotaged("slow")
     inside = Verifier(model)
@@ -126,6 +126,7 @@ def test_time_limit_keeps_the_stages_that_finished(sabotaged: Callable[[str], Pa
         assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 def test_time_limit_on_the_attack_and_on_a_radius() -> None:
     x, y = digits(1)
     endless = {"restarts": 2000, "steps": 100_000}
@@ -145,12 +146,10 @@ def test_time_limit_on_the_attack_and_on_a_radius() -> None:
 
 def test_memory_limit(sabotaged: Callable[[str], Path]) -> None:
     model = sabotaged("greedy")
-    with LimitedVerifier(model, memory="2GB") as v:
+    with LimitedVerifier(model, memory="1.2GB") as v:
         c = v.certify_input(X, 0, method="auto", **LOOSE)
-        assert c.reason == "memory limit of 2 GB passed during alpha-crown"
+        assert c.reason == "memory limit of 1.2 GB passed during alpha-crown"
         assert c.status == "unknown" and c.margin is not None and len(c.tried) == 2
-        again = v.certify_input(X, 0, method="crown", **LOOSE)
-        assert again.reason == "bound not positive" and again.margin is not None and again.margin <= c.margin
 
 
 def test_memory_too_small_to_load_the_model(tmp_path: Path) -> None:
@@ -170,20 +169,15 @@ def test_a_child_that_dies(sabotaged: Callable[[str], Path], what: str, words: s
     with LimitedVerifier(sabotaged(what), timeout=300) as v:
         c = v.certify_input(X, 0, method="auto", **LOOSE)
         assert c.status == "unknown" and words in c.reason and c.margin is not None
-        assert v.certify_input(X, 0, method="crown", **LOOSE).reason == "bound not positive"
 
 
 def test_other_errors_and_output_of_the_child(
     sabotaged: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with (
-        LimitedVerifier(sabotaged("broken"), timeout=300) as v,
-        pytest.raises(RuntimeError, match=r"KeyError in the child process: 'a bug'"),
-    ):
-        v.certify_input(X, 0, method="auto", **LOOSE)
-    capfd.readouterr()
-    with LimitedVerifier(sabotaged("talkative"), timeout=300) as v:
-        assert v.certify_input(X, 0, method="auto", **LOOSE).reason == "bound not positive"
+    with LimitedVerifier(sabotaged("broken"), timeout=300) as v:
+        with pytest.raises(RuntimeError, match=r"KeyError in the child process: 'a bug'"):
+            v.certify_input(X, 0, method="auto", **LOOSE)
+        assert v.certify_input(X, 0, method="crown", **LOOSE).reason == "bound not positive"
     out, err = capfd.readouterr()
     assert out == "" and "on stdout" in err and "on file descriptor 1" in err
 

@@ -1,0 +1,218 @@
+"""The walk over a bounded graph: every tensor as an affine form, freed as soon as nothing needs it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedModelError
+from .forms import AffineForm, Groups
+from .rules import attention, relu
+from .sets import Ball
+
+# Affine in their one perturbed input: the node's own forward maps the centre and all generators at once.
+LINEAR = {
+    "BoundAdd",
+    "BoundConcat",
+    "BoundConv",
+    "BoundFlatten",
+    "BoundGather",
+    "BoundInputBox",
+    "BoundLinear",
+    "BoundMatMul",
+    "BoundMul",
+    "BoundReduceMean",
+    "BoundReduceSum",
+    "BoundReshape",
+    "BoundSlice",
+    "BoundSqueeze",
+    "BoundSub",
+    "BoundTranspose",
+    "BoundUnsqueeze",
+    "RepairedMatMul",
+}
+
+
+@dataclass
+class Propagation:
+    """Result of a pass.
+
+    Attributes:
+        output: form of the graph's output.
+        groups: the error sets.
+        bounds: (lower, upper) by node name, for the nodes whose ranges the pass needed.
+    """
+
+    output: AffineForm
+    groups: Groups
+    bounds: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def row_bounds(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of functionals of the output: (batch, rows, outputs) → two of (batch, rows)."""
+        centre = (a @ self.output.centre.flatten(1).unsqueeze(2)).squeeze(2)
+        generators = self.output.generators.flatten(2) @ a.mT  # (batch, K, rows)
+        low, high = self.groups.deviation(generators, tight=True)
+        return centre + low, centre + high
+
+
+class Domain:
+    """Affine-form propagation over one auto_LiRPA graph; what depends on the model only is kept.
+
+    Arguments:
+        graph: a `BoundedModule` with one input, its attention in operators of ours.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self.nodes = _topological(graph)
+        self._first: dict[str, Tensor] = {}  # factor of the first linear layer, by node name
+
+    def run(self, centre: Tensor, norm: float, radius: Tensor) -> Propagation:
+        """Propagate a batch of balls or boxes.
+
+        Arguments:
+            centre: (batch, *input).
+            norm: 1, 2 or inf.
+            radius: (batch,) of an l1 or l2 ball; (batch, *input) half widths of a box.
+
+        Raises:
+            UnsupportedModelError: a node for which there is no rule.
+        """
+        dtype = centre.dtype
+        # rounding of generators that are sums of products of up to a few thousand terms
+        groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps)
+        uses = Counter(i.name for n in self.nodes for i in n.inputs)
+        forms: dict[str, AffineForm] = {}
+        bounds: dict[str, tuple[Tensor, Tensor]] = {}
+        scores: dict[str, Any] = {}
+        self.graph(centre)  # shapes and values of constants
+        for node in self.nodes:
+            kind = type(node).__name__
+            perturbed = [i for i in node.inputs if i.name in forms]
+            if kind == "BoundInput":
+                continue
+            if node.inputs and type(node.inputs[0]).__name__ == "BoundInput" and len(groups.sets) == 0:
+                forms[node.name] = self._start(node, centre, radius, norm, groups)
+            elif not perturbed and kind not in ("BoundAttentionWeights", "BoundAttentionAverage"):
+                continue  # a constant
+            elif kind == "BoundAttentionScores":
+                scores[node.name] = node  # the unit is bounded as one, at its average
+                continue
+            elif kind == "BoundAttentionWeights":
+                continue
+            elif kind == "BoundAttentionAverage":
+                forms[node.name] = self._attention(node, forms, groups, bounds)
+            elif kind == "BoundRelu":
+                forms[node.name], bounds[node.inputs[0].name] = relu(
+                    forms[perturbed[0].name], groups, node.name
+                )
+            elif kind == "BoundAdd" and len(perturbed) == 2:
+                forms[node.name] = forms[perturbed[0].name] + forms[perturbed[1].name]
+            elif kind in LINEAR and len(perturbed) == 1:
+                forms[node.name] = self._linear(node, forms)
+            else:
+                raise UnsupportedModelError(
+                    f"method sensitivity has no rule for {kind} at {node.name}, shape {tuple(node.output_shape)}"
+                )
+            for i in node.inputs:
+                uses[i.name] -= 1
+                if uses[i.name] == 0 and i.name in forms:
+                    del forms[i.name]
+        return Propagation(forms[self.graph.final_name], groups, bounds)
+
+    def _start(self, node: Any, centre: Tensor, radius: Tensor, norm: float, groups: Groups) -> AffineForm:
+        """The first node, linear or the input box: an l2 ball shrinks to the layer's rank at no loss."""
+        batch, size = centre.shape[0], centre[0].numel()
+        if type(node).__name__ not in LINEAR:
+            raise UnsupportedModelError(f"no rule for {type(node).__name__} directly on the input")
+
+        def f(x: Tensor) -> Tensor:
+            rest = [_value(i) for i in node.inputs[1:]]
+            return node.forward(x, *rest)
+
+        if node.name not in self._first:
+            shape = centre.shape[1:]
+            eye = torch.eye(size, dtype=centre.dtype).reshape(size, *shape)
+            offset = f(torch.zeros_like(centre[:1]))
+            self._first[node.name] = f(eye) - offset
+            w = self._first[node.name].flatten(1)
+            if w.shape[1] < size:  # W = U diag(s) Zᵀ: the image of a ball is that of a ball of s symbols
+                u, s, _ = torch.linalg.svd(w.double().T, full_matrices=False)
+                keep = s > 1e-14 * s[0]
+                factor = (u[:, keep] * s[keep]).T
+                self._first[node.name + "/l2"] = factor.reshape(-1, *self._first[node.name].shape[1:]).to(
+                    w.dtype
+                )
+        out = f(centre)
+        matrix = self._first[node.name]
+        if norm == 2.0:
+            matrix = self._first.get(node.name + "/l2", matrix)
+        if norm != math.inf:
+            generators = matrix.unsqueeze(0) * radius.reshape(-1, 1, *[1] * (out.ndim - 1))
+        else:
+            generators = matrix.unsqueeze(0) * radius.flatten(1).reshape(batch, size, *[1] * (out.ndim - 1))
+        groups.add(Ball("input", generators.shape[1], norm, batch, centre))
+        return AffineForm(out, generators)
+
+    def _linear(self, node: Any, forms: dict[str, AffineForm]) -> AffineForm:
+        position = next(p for p, i in enumerate(node.inputs) if i.name in forms)
+        rest = [None if p == position else _value(i) for p, i in enumerate(node.inputs)]
+        form = forms[node.inputs[position].name]
+        if type(node).__name__ in ("BoundAdd", "BoundSub") and position == 0:
+            shift = rest[1] if type(node).__name__ == "BoundAdd" else -rest[1]
+            return AffineForm(form.centre + shift, form.generators)
+
+        def f(x: Tensor) -> Tensor:
+            return node.forward(*[x if p == position else r for p, r in enumerate(rest)])
+
+        return form.linear(f)
+
+    def _attention(
+        self,
+        node: Any,
+        forms: dict[str, AffineForm],
+        groups: Groups,
+        bounds: dict[str, tuple[Tensor, Tensor]],
+    ) -> AffineForm:
+        scores_node, weights_node, value_node = node.inputs
+        query, key = scores_node.inputs[:2]
+        mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
+        q, k, v = (_form(n, forms, groups) for n in (query, key, value_node))
+        output, found = attention(q, k, v, scores_node.scale, mask, groups, node.name)
+        bounds[scores_node.name], bounds[weights_node.name] = found.scores, found.weights
+        return output
+
+
+def _form(node: Any, forms: dict[str, AffineForm], groups: Groups) -> AffineForm:
+    """The form of a node; a constant has no symbols."""
+    if node.name in forms:
+        return forms[node.name]
+    like = next(iter(forms.values()))
+    value = _value(node).to(like.centre)
+    value = value.expand(like.centre.shape[0], *value.shape[-3:])
+    return AffineForm(value, value.new_zeros((value.shape[0], groups.sets[0].size, *value.shape[1:])))
+
+
+def _value(node: Any) -> Any:
+    value = getattr(node, "forward_value", None)
+    return node.value if value is None else value
+
+
+def _topological(graph: Any) -> list[Any]:
+    seen: set[str] = set()
+    order: list[Any] = []
+    stack = [(graph.final_node(), False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node.name not in seen:
+            seen.add(node.name)
+            stack.append((node, True))
+            stack.extend((i, False) for i in reversed(node.inputs))
+    return order

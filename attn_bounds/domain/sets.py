@@ -1,0 +1,137 @@
+"""Error sets: all that is ever asked of one is the range of linear functionals over it.
+
+A set has k symbols e = (e_1 … e_k) per sample of a batch. Functionals come as columns of a tensor
+(batch, k, F).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from ..sensitivity.remainder import RowData, attention_remainder
+
+Range = tuple[Tensor, Tensor]
+
+
+class ErrorSet(ABC):
+    """A set of error vectors that contains 0, one per sample.
+
+    Attributes:
+        label: where it comes from, for reports.
+        size: number of symbols k.
+        radius: (batch,) radius of an l2 ball around 0 that contains it, or None where none is known.
+    """
+
+    label: str
+    size: int
+    radius: Tensor | None = None
+
+    @abstractmethod
+    def range(self, w: Tensor) -> Range:
+        """Smallest and largest `wᵀe`: (batch, k, F) → two of (batch, F)."""
+
+    def support(self, w: Tensor) -> Tensor:
+        """Largest `|wᵀe|`: (batch, k, F) → (batch, F)."""
+        low, high = self.range(w)
+        return torch.maximum(-low, high)
+
+    def tight_range(self, w: Tensor) -> Range:
+        """As `range`, for few functionals: may cost more and be tighter."""
+        return self.range(w)
+
+
+class Ball(ErrorSet):
+    """Unit lp ball; the radius is in the generators. p = inf is the box [−1, 1]^k."""
+
+    def __init__(self, label: str, size: int, norm: float, batch: int, like: Tensor) -> None:
+        self.label, self.size, self.norm = label, size, norm
+        if norm in (1.0, 2.0):
+            self.radius = torch.ones(batch, dtype=like.dtype)
+
+    def range(self, w: Tensor) -> Range:
+        dual = {1.0: math.inf, 2.0: 2.0, math.inf: 1.0}[self.norm]
+        size = torch.linalg.vector_norm(w, dual, dim=1)
+        return -size, size
+
+
+class BoxInBall(ErrorSet):
+    """`lower ≤ e ≤ upper` (with 0 inside) and `‖e‖₂ ≤ radius`: errors of an elementwise operation."""
+
+    def __init__(self, label: str, lower: Tensor, upper: Tensor, radius: Tensor) -> None:
+        self.label, self.size = label, lower.shape[1]
+        self.lower, self.upper, self.radius = lower, upper, radius
+
+    def range(self, w: Tensor) -> Range:
+        assert self.radius is not None
+        positive, negative = w.clamp(min=0.0), w.clamp(max=0.0)
+        up, low = self.upper.unsqueeze(1), self.lower.unsqueeze(1)
+        high = (up @ positive + low @ negative).squeeze(1)
+        down = (low @ positive + up @ negative).squeeze(1)
+        ball = self.radius.unsqueeze(1) * torch.linalg.vector_norm(w, 2, dim=1)
+        return torch.maximum(down, -ball), torch.minimum(high, ball)
+
+    def tight_range(self, w: Tensor) -> Range:
+        """By duality `sup wᵀe ≤ μ radius + Σ box-support of (w − μ-part)`: minimised over a scan of μ."""
+        low, high = self.range(w)
+        return -self._scan(-w, -low), self._scan(w, high)
+
+    def _scan(self, w: Tensor, best: Tensor) -> Tensor:
+        # e = clamp(w / 2μ) maximises the Lagrangian wᵀe − μ‖e‖²; weak duality makes any μ > 0 a valid bound
+        assert self.radius is not None
+        up, low = self.upper.unsqueeze(2), self.lower.unsqueeze(2)
+        scale = torch.linalg.vector_norm(w, 2, dim=1) / self.radius.unsqueeze(1).clamp(min=1e-300)
+        for factor in torch.logspace(-3, 0.5, 24, dtype=w.dtype):
+            mu = (factor * scale / 2).clamp(min=1e-300).unsqueeze(1)
+            e = torch.minimum(torch.maximum(w / (2 * mu), low), up)
+            dual = (w * e - mu * e.square()).sum(1) + mu.squeeze(1) * self.radius.unsqueeze(1).square()
+            best = torch.minimum(best, dual)
+        return best
+
+
+class AttentionRemainder(ErrorSet):
+    """Second-order remainder of one attention; symbols are its outputs, (heads, n, dv) flattened.
+
+    Its support depends on a functional as a whole (theory.md, section 4).
+
+    Arguments:
+        values: (batch, heads, m, dv) at the centre. average: (batch, heads, n, dv) output at the centre.
+        rows: `RowData`, (batch, heads, n, m).
+        value_groups: per group of symbols that V depends on, (bound of each |dV|, (batch, heads, m, dv), and
+            `ρ² Σ_c p̄_c V_c V_cᵀ`, (batch, heads, n, dv, dv), where the group lies in a ball of radius ρ, else
+            None), for eq. (8).
+    """
+
+    def __init__(
+        self,
+        label: str,
+        values: Tensor,
+        average: Tensor,
+        rows: RowData,
+        value_groups: list[tuple[Tensor, Tensor | None]],
+    ) -> None:
+        self.label = label
+        self.values, self.average, self.rows = values, average, rows
+        self.value_groups = value_groups
+        self.size = average[0].numel()
+
+    def _per_row(self, w: Tensor) -> Range:
+        """Range per query row: (batch, k, F) → two of (batch, heads, n, F)."""
+        batch, heads, n, dv = self.average.shape
+        a = w.reshape(batch, heads, n, dv, -1).mT.to(self.values.dtype)  # (batch, heads, n, F, dv)
+        y = a @ self.values.unsqueeze(2).mT - a @ self.average.unsqueeze(-1)
+        p = self.rows.p.unsqueeze(-1)
+        sd_u = torch.zeros_like(y[..., 0])
+        for support, gram in self.value_groups:
+            best = ((a.abs() @ support.unsqueeze(2).mT).square() @ p).squeeze(-1)
+            if gram is not None:
+                best = torch.minimum(best, ((a @ gram) * a).sum(-1).clamp(min=0.0))
+            sd_u = sd_u + best.sqrt()
+        return attention_remainder(y, sd_u, self.rows)
+
+    def range(self, w: Tensor) -> Range:
+        low, high = self._per_row(w)
+        return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)

@@ -1,0 +1,165 @@
+"""Second-order expansion of attention around a centre, and what its remainder is worth to a functional.
+
+theory.md, sections 3 and 4. One attention head has scores `s` (m of them per query row), probabilities
+p = softmax(s), values v. For a move Δ of a score row and w of the values,
+
+    o' − o = Σ p_c w_c + Cov_p(Δ, v)  +  [Σ (p'_c − p_c) v_c − Cov_p(Δ, v)]  +  Σ (p'_c − p_c) w_c,
+
+the first two terms being linear. Everything here bounds the other two, curvature and cross term, for a whole
+functional `Σ_j a_j o_j` at once: signs cancel inside `y_c = Σ_j a_j (v_cj − o_j)` before absolute values are
+taken. The closed form of the curvature in `curvature_bound` is tighter than the integral form of theory.md,
+(5) and (7): it needs the probabilities at the centre only, not their largest values on the segment.
+
+Shapes: (…, n, m) for scores and probabilities; F functionals of each query row stand before the keys,
+(…, n, F, m). float64 throughout.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norms import gram_norm_upper
+
+
+def bilinear_range_of_ball(gram_q: Tensor, gram_k: Tensor, cross: Tensor) -> tuple[Tensor, Tensor]:
+    """Range of `dq · dk` for `dq = G_q z, dk = G_k z, ‖z‖₂ ≤ 1` (theory.md, section 3, "Scores").
+
+    The extremes are the extreme eigenvalues of `½ (G_qᵀG_k + G_kᵀG_q)`, which are those of the small matrix
+    `½ Γ^½ J Γ^½`, Γ the Gram matrix of [G_q; G_k] and J the swap of its halves.
+
+    Arguments:
+        gram_q: (…, dk, dk) `G_q G_qᵀ`; gram_k: the same for keys; cross: (…, dk, dk) `G_q G_kᵀ`.
+
+    Returns:
+        lower (≤ 0) and upper (≥ 0), (…) each, moved outwards by the rounding slack.
+    """
+    top = torch.cat([gram_q, cross], -1)
+    bottom = torch.cat([cross.mT, gram_k], -1)
+    gamma = torch.cat([top, bottom], -2)
+    values, vectors = torch.linalg.eigh(gamma)
+    half = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)  # Γ = half halfᵀ
+    dk = gram_q.shape[-1]
+    swapped = torch.cat([half[..., dk:, :], half[..., :dk, :]], -2)
+    form = 0.5 * (half.mT @ swapped)
+    extremes = torch.linalg.eigvalsh((form + form.mT) / 2)
+    size = gamma.diagonal(dim1=-2, dim2=-1).sum(-1)
+    slack = 64.0 * dk * torch.finfo(gamma.dtype).eps * size
+    return (extremes[..., 0].clamp(max=0.0) - slack), (extremes[..., -1].clamp(min=0.0) + slack)
+
+
+def psi(r: Tensor) -> Tensor:
+    """`(e^r − 1 − r) / r²` for r ≥ 0: the factor in `e^x − 1 − x ≤ ψ(r) x²`, |x| ≤ r. ½ at 0, increasing."""
+    small = r < 0.1
+    series = 0.5 + r / 6 + r.square() / 24 + r**3 / 60  # the last term covers all that follow
+    safe = torch.where(small, torch.ones_like(r), r)
+    return torch.where(small, series, (torch.expm1(safe) - safe) / safe.square() * (1.0 + 1e-13))
+
+
+def chi(r: Tensor) -> Tensor:
+    """`(e^r − 1) / r` for r ≥ 0: the factor in `|e^x − 1| ≤ χ(r) |x|`, |x| ≤ r."""
+    safe = r.clamp(min=1e-12)
+    return torch.expm1(safe) / safe * (1.0 + 1e-12)
+
+
+class RowData(NamedTuple):
+    """What the remainder of one attention needs of its score rows. With `Δ' = Δ − Σ_k p_k Δ_k`:
+
+    Attributes:
+        p: (…, n, m) probabilities at the centre.
+        r: (…, n, m) bound of |Δ'_c|.
+        b: (…, n, m) bound of the bilinear part of the score, |b_c|.
+        sd: (…, n) bound of `√(Σ p_c Δ'_c²)`.
+        sd_psi: (…, n) bound of `√(Σ p_c ψ(r_c) Δ'_c²)`.
+        sd_chi: (…, n) bound of `√(Σ p_c χ(r_c)² Δ'_c²)`.
+    """
+
+    p: Tensor
+    r: Tensor
+    b: Tensor
+    sd: Tensor
+    sd_psi: Tensor
+    sd_chi: Tensor
+
+
+LEVELS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def curvature_bound(y: Tensor, rows: RowData) -> tuple[Tensor, Tensor]:
+    """Bounds κ⁻, κ⁺ of the curvature `Σ (p'_c − p_c) y_c − Σ p_c Δ_c y_c ∈ [−κ⁻, κ⁺]`.
+
+    With φ(x) = e^x − 1 − x, Z = Σ p e^Δ' ≥ 1 and ℓ = Σ p_c Δ'_c y_c it is exactly
+    `(1/Z) Σ p_c φ(Δ'_c) (y_c − ℓ)`. So `κ⁺ = Σ p_c φ(Δ'_c) g_c` with `g = (y + sup|ℓ|)⁺`, where a part of g
+    up to any level τ is charged to the row's joint norm and the rest to the entries' ranges:
+    `κ⁺ ≤ τ sd_ψ² + Σ p_c φ(r_c) (g_c − τ)⁺`. Never more than `max y + sup|ℓ|`.
+
+    Arguments:
+        y: (…, n, F, m), values of the functionals per key, centred at the average: `Σ_c p_c y_c = 0`.
+
+    Returns:
+        two of (…, n, F).
+    """
+    p = rows.p.unsqueeze(-1)
+    sd_y = (y.square() @ p).squeeze(-1).sqrt()
+    slope = torch.minimum(rows.sd.unsqueeze(-1) * sd_y, (y.abs() @ (p * rows.r.unsqueeze(-1))).squeeze(-1))
+    charge = (rows.p * psi(rows.r) * rows.r.square()).unsqueeze(-1)  # p φ(r)
+    norm = rows.sd_psi.square().unsqueeze(-1)
+
+    def one(signed: Tensor) -> Tensor:
+        g = (signed + slope.unsqueeze(-1)).clamp(min=0.0)
+        top = g.amax(-1)
+        best = top  # max y + sup|ℓ|
+        for level in LEVELS:
+            tau = level * top
+            excess = (g - tau.unsqueeze(-1)).clamp(min=0.0) if level < 1.0 else None
+            value = tau * norm
+            if excess is not None:
+                value = value + (excess @ charge).squeeze(-1)
+            best = torch.minimum(best, value.nan_to_num(nan=torch.inf))  # 0 · ∞ for huge ranges
+        return best
+
+    return one(-y), one(y)
+
+
+def attention_remainder(y: Tensor, sd_u: Tensor, rows: RowData) -> tuple[Tensor, Tensor]:
+    """Range of the remainder of the functionals, one value per query row.
+
+    Curvature as above; cross term `Σ (p'_c − p_c) u_c ≤ sd_χ sd(u)`, because p' − p = p (e^Δ'/Z − 1) has the
+    deviation of e^Δ'/Z at most; score remainder `Σ p_c |y_c| |b_c|` (theory.md, (9)).
+
+    Arguments:
+        y: (…, n, F, m) as in `curvature_bound`.
+        sd_u: (…, n, F) bound of `√(Σ p_c u_c²)`, `u_c = Σ_j a_j dV_cj`.
+
+    Returns:
+        lower, upper, (…, n, F) each.
+    """
+    down, up = curvature_bound(y, rows)
+    other = rows.sd_chi.unsqueeze(-1) * sd_u + (y.abs() @ (rows.p * rows.b).unsqueeze(-1)).squeeze(-1)
+    return -(down + other), up + other
+
+
+def weighted_deviation(grams: list[Tensor], supports: Tensor, weight: Tensor) -> Tensor:
+    """Bound of `√(Σ_c weight_c Δ_c²)` for a linear family Δ, a joint norm as in theory.md, (6).
+
+    Per ball-like group the smaller of its spectral norm and of the norm of its supports; groups add up.
+
+    Arguments:
+        grams: per group (…, n, m, m), `ρ² D Dᵀ`, D the group's rows (m × symbols); empty if it is no ball.
+        supports: (groups, …, n, m) bound of |D e| per entry and group.
+        weight: (…, n, m), not negative.
+
+    Returns:
+        (…, n).
+    """
+    root = weight.sqrt()
+    total = torch.zeros_like(weight[..., 0])
+    for i, support in enumerate(supports):
+        best = (root * support).square().sum(-1).sqrt()
+        if grams[i].numel():
+            scaled = grams[i] * root.unsqueeze(-1) * root.unsqueeze(-2)
+            best = torch.minimum(best, gram_norm_upper(scaled).sqrt())
+        total = total + best
+    return total

@@ -1,0 +1,481 @@
+"""The command line: keys, exit codes, one line per error, and stdout that holds JSON only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto, helper
+from typer.testing import CliRunner
+
+from attn_bounds import Verifier, __version__, limits
+from attn_bounds.cli import app
+
+from .small_models import DIGITS, DIGITS_DATA, linear_model, relu_model, weights, write
+
+CERTIFY_KEYS = {"status", "margin", "eps", "norm", "method", "seconds", "reason"}
+VNNLIB = """
+(declare-const X_0 Real)(declare-const X_1 Real)(declare-const X_2 Real)(declare-const X_3 Real)
+(declare-const Y_0 Real)(declare-const Y_1 Real)(declare-const Y_2 Real)
+(assert (<= X_0 {high}))(assert (>= X_0 {low}))(assert (<= X_1 {high}))(assert (>= X_1 {low}))
+(assert (<= X_2 {high}))(assert (>= X_2 {low}))(assert (<= X_3 {high}))(assert (>= X_3 {low}))
+(assert (or (and (>= Y_{a} Y_{y})) (and (>= Y_{b} Y_{y}))))
+"""
+
+
+class Files:
+    """A model of three classes with data and properties in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = relu_model(folder / "m.onnx")
+        self.verifier = Verifier(self.model)
+        x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+        with torch.no_grad():
+            logits = self.verifier.module(torch.from_numpy(x))
+            self.label = int(self.verifier.module(torch.zeros(1, 4)).argmax())
+        first, second = logits.topk(2).values.T
+        clear = np.flatnonzero((first - second).numpy() > 0.5)[:4]  # far enough from the decision boundary
+        self.x, self.y = x[clear], logits.argmax(1).numpy()[clear]
+        self.data = self.npz("data.npz", x=self.x, y=self.y)
+
+    def npz(self, name: str, **arrays: np.ndarray) -> Path:
+        np.savez(self.folder / name, **arrays)
+        return self.folder / name
+
+    def vnnlib(self, width: float) -> Path:
+        path = self.folder / f"width_{width}.vnnlib"
+        a, b = (j for j in range(3) if j != self.label)
+        path.write_text(VNNLIB.format(low=-width, high=width, a=a, b=b, y=self.label))
+        return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("cli"))
+
+
+def run(*args: object, code: int) -> Any:
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def rows(*args: object, code: int = 0) -> list[dict[str, Any]]:
+    """Objects on stdout of a --json run; fails on anything else there."""
+    return [json.loads(line) for line in run(*args, "--json", code=code).stdout.splitlines()]
+
+
+def process(*args: object, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "attn_bounds.cli", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+# -- certify --------------------------------------------------------------------------------------------
+
+
+def test_certify_keys_and_exit_code(files: Files) -> None:
+    good = rows("certify", files.model, "--data", files.data, "--eps", 0.001, "--method", "crown")
+    assert [r["index"] for r in good] == [0, 1, 2, 3]
+    for i, r in enumerate(good):
+        assert r.keys() >= CERTIFY_KEYS and r["label"] == files.y[i]
+        assert r["status"] == "verified" and r["margin"] > 0 and r["reason"] == ""
+        assert r["norm"] == "inf" and r["eps"] == 0.001 and r["method"] == "crown" and r["seconds"] > 0
+        assert "counterexample" not in r and r["options"]["operators"] == "attn_bounds"
+    bad = rows(
+        "certify",
+        files.model,
+        "--data",
+        files.data,
+        "--eps",
+        4,
+        "--norm",
+        2,
+        "--index",
+        2,
+        "--index",
+        0,
+        code=1,
+    )
+    assert [r["index"] for r in bad] == [2, 0]
+    for r in bad:
+        assert r["status"] == "falsified" and r["norm"] == 2 and len(r["counterexample"]) == 4
+        x = torch.tensor(r["counterexample"])
+        assert int(files.verifier.module(x[None]).argmax()) != r["label"]
+        assert float((x - torch.from_numpy(files.x[r["index"]])).norm()) <= 4 * (1 + 1e-6)
+
+
+def test_certify_options(files: Files) -> None:
+    base = ("certify", files.model, "--data", files.data, "--eps", 0.01, "--method", "crown", "--no-attack")
+    plain = rows(*base)
+    assert [r["tried"][0]["method"] for r in plain] == ["crown"] * 4
+    batch = rows(*base, "--batch", 3)
+    assert [r["margin"] for r in batch] == pytest.approx([r["margin"] for r in plain], rel=1e-5)
+    assert len(rows(*base, "--count", 2)) == 2
+    double = rows(*base, "--dtype", "float64", "--count", 1)[0]
+    assert double["options"]["dtype"] == "float64" and double["margin"] == pytest.approx(
+        plain[0]["margin"], abs=0.02
+    )
+    target = next(j for j in range(3) if j not in files.y[:1])
+    one = rows(*base, "--index", 0, "--target", target)[0]
+    assert one["rows"] == [target] and len(one["margins"]) == 1
+    assert rows(*base, "--count", 1, "--top-k", 2)[0]["margin"] == pytest.approx(max(plain[0]["margins"]))
+    # in pixel units with std 0.5 a radius is twice as large in the model's
+    pixels = ("certify", files.model, "--data", files.data, "--method", "crown", "--no-attack", "--mean", 0.2)
+    scaled = rows(*pixels, "--std", 0.5, "--eps", 0.005)
+    assert [r["margin"] for r in scaled] == pytest.approx([r["margin"] for r in plain], abs=1e-4)
+    low, high = float(files.x.min()), float(files.x.max())
+    clipped = rows(*base, "--clip", low, high)
+    assert all(a["margin"] >= b["margin"] for a, b in zip(clipped, plain, strict=True))
+    assert any(a["margin"] > b["margin"] + 1e-4 for a, b in zip(clipped, plain, strict=True))
+
+
+def test_certify_properties(files: Files) -> None:
+    narrow, wide = files.vnnlib(0.001), files.vnnlib(5.0)
+    found = rows("certify", files.model, "--vnnlib", narrow, "--vnnlib", wide, code=1)
+    assert [(r["property"], r["status"]) for r in found] == [
+        ("width_0.001", "verified"),
+        ("width_5.0", "falsified"),
+    ]
+    assert found[0]["eps"] is None and "note" not in found[0]
+    result = run("certify", files.model, "--vnnlib", wide, "--norm", 2, "--eps", 0.001, "--json", code=0)
+    row = json.loads(result.stdout)
+    assert row["status"] == "verified" and row["eps"] == 0.001 and "l2 ball" in row["note"]
+    assert "l2 ball" in result.stderr
+    assert (
+        "note: each property's box"
+        in run("certify", files.model, "--vnnlib", wide, "--norm", 2, "--eps", 0.001, code=0).stdout
+    )
+
+
+def test_limits_on_the_command_line(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("certify", files.model, "--data", files.data, "--count", 1, "--eps", 0.01, "--method", "crown")
+    plain = rows(*args)[0]
+    inside = rows(*args, "--timeout", 300, "--memory", "8GB")[0]
+    assert inside["margins"] == pytest.approx(plain["margins"]) and inside["status"] == plain["status"]
+    monkeypatch.setattr(limits.LimitedVerifier, "_messages", _no_time(limits.LimitedVerifier._messages))
+    late = rows(*args, "--timeout", 7, code=1)[0]
+    assert late["status"] == "unknown" and late["reason"] == "time limit of 7 s passed"
+    assert late.keys() >= CERTIFY_KEYS
+
+
+def _no_time(original: Any) -> Any:
+    """`_messages` for which the job's time is over at once; loading still gets its time."""
+
+    def messages(self: Any, seconds: float | None, phase: str) -> Any:
+        if not phase:
+            raise limits._Stopped(f"time limit of {seconds:g} s passed{phase}")
+        return original(self, seconds, phase)
+
+    return messages
+
+
+def test_unknown_because_of_nan_says_so(tmp_path: Path, files: Files) -> None:
+    model = relu_model(tmp_path / "nan.onnx", nan=True)
+    for command, code in (("certify", 1), ("radius", 0)):
+        eps = ("--eps", 0.01) if command == "certify" else ()
+        row = rows(command, model, "--data", files.data, "--count", 1, "--method", "crown", *eps, code=code)[
+            0
+        ]
+        assert "NaN" in row["reason"] and row.get("margin") is None and not row.get("radius")
+
+
+# -- the other commands ---------------------------------------------------------------------------------
+
+
+def test_radius(files: Files) -> None:
+    args = ("radius", files.model, "--data", files.data, "--count", 2, "--norm", 2, "--method", "crown")
+    for i, r in enumerate(rows(*args, "--tol", 0.05)):
+        assert r.keys() >= {"index", "radius", "attack_radius", "method", "seconds"}
+        assert r["index"] == i and 0 < r["radius"] <= r["attack_radius"] and r["norm"] == 2
+        at = ("certify", files.model, "--data", files.data, "--index", i, "--norm", 2, "--method", "crown")
+        rows(*at, "--eps", r["radius"])
+        rows(*at, "--eps", r["radius"] * 1.06, code=1)
+    quick = rows(*args, "--no-attack", "--upper", 1e-4)[0]
+    assert quick["radius"] == 1e-4 and quick["attack_radius"] == "inf" and "largest" in quick["reason"]
+    prop = rows("radius", files.model, "--vnnlib", files.vnnlib(0.001), "--norm", 2, "--method", "crown")[0]
+    assert prop["property"] == "width_0.001" and prop["radius"] > 0 and "ball" in prop["note"]
+
+
+def test_compare(files: Files) -> None:
+    args = (
+        "compare",
+        files.model,
+        "--data",
+        files.data,
+        "--count",
+        2,
+        "--norm",
+        2,
+        "--eps",
+        0.01,
+        "--eps",
+        4,
+    )
+    found = rows(*args)
+    methods = ["ibp", "crown", "alpha-crown", "stock-ibp", "stock-crown"]
+    assert [(r["index"], r["eps"], r["method"]) for r in found] == [
+        (i, e, m) for i in (0, 1) for e in (0.01, 4.0) for m in methods
+    ]
+    for r in found:
+        assert r.keys() >= CERTIFY_KEYS and [t["method"] for t in r["tried"]] == [r["method"]]
+        assert r["status"] == ("falsified" if r["eps"] == 4 else "verified" if r["margin"] > 0 else "unknown")
+        assert ("counterexample" in r) == (r["status"] == "falsified")
+        certificate = ("certify", files.model, "--data", files.data, "--index", r["index"], "--norm", 2)
+        if r["eps"] == 0.01:
+            one = rows(*certificate, "--eps", 0.01, "--method", r["method"], code=int(r["margin"] <= 0))[0]
+            assert r["margin"] == pytest.approx(one["margin"])
+    table = run(*args, code=0).stdout
+    assert "stock-crown" in table and "repaired" in table and "+0" in table and "1.00" in table
+    without = run(*args, "--methods", "ibp,crown", code=0).stdout
+    assert "repaired" not in without and "–" in without
+
+
+def test_inspect(files: Files, tmp_path: Path) -> None:
+    (row,) = rows("inspect", DIGITS)
+    assert set(row) >= {"model", "opset", "inputs", "outputs", "attention", "unsupported"}
+    assert row["inputs"] == {"image": ["batch", 1, 8, 8]} and row["outputs"] == {"logits": ["batch", 10]}
+    assert len(row["attention"]) == 2 and row["unsupported"] == []
+    unit = row["attention"][0]
+    assert set(unit) == {"name", "heads", "queries", "keys", "head_dim", "value_dim", "masked"}
+    assert unit["heads"] * unit["head_dim"] == 32 and unit["queries"] == unit["keys"] == 5
+    assert "no attention found" in run("inspect", files.model, code=0).stdout
+    weight, bias = weights(3, 4)
+    model = linear_model(tmp_path / "u.onnx", weight, bias, unsupported=("Sin", "Cos"))
+    (row,) = rows("inspect", model)
+    assert [u["op"] for u in row["unsupported"]] == ["Sin", "Cos"] and row["unsupported"][0]["node"] == "sin"
+    assert all(op in run("inspect", model, code=0).stdout for op in ("Sin", "Cos", "not supported: 2"))
+    argmax = linear_model(tmp_path / "a.onnx", weight, bias, head="ArgMax")
+    (row,) = rows("inspect", argmax)
+    assert row["head"] == "ArgMax" and row["unsupported"] == []
+
+
+def test_tables_fit_100_columns(files: Files) -> None:
+    environment = {"COLUMNS": "100"}
+    data = ("--data", files.data, "--norm", "2")
+    for args, words in (
+        (
+            ("certify", files.model, *data, "--eps", "4", "--method", "ibp"),
+            ("falsified", "input", "4 falsified"),
+        ),
+        (("radius", files.model, *data, "--count", "1", "--method", "crown"), ("radius ≥", "mean")),
+        (("compare", files.model, *data, "--eps", "0.01"), ("mean margin ≥", "alpha-crown")),
+        (("inspect", DIGITS), ("head_dim", "masked")),
+    ):
+        result = CliRunner(env=environment).invoke(app, list(map(str, args)))
+        assert max(map(len, result.stdout.splitlines())) <= 100, result.stdout
+        assert all(w in result.stdout for w in words)
+
+
+def test_help_has_examples() -> None:
+    for command in ("inspect", "certify", "radius", "compare"):
+        text = run(command, "--help", code=0).stdout
+        assert f"attn-bounds {command} " in text and "Example" in text
+    assert all(c in run("--help", code=0).stdout for c in ("inspect", "certify", "radius", "compare"))
+
+
+# -- bad input ------------------------------------------------------------------------------------------
+
+
+def complaint(*args: object) -> str:
+    """The one line on stderr of a run that ends with code 2 and prints nothing else."""
+    result = run(*args, code=2)
+    assert result.stdout == "" and result.stderr.startswith("attn-bounds: ")
+    assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n")
+    return str(result.stderr)
+
+
+@pytest.mark.parametrize("command", ["inspect", "certify"])
+def test_bad_models(files: Files, tmp_path: Path, command: str) -> None:
+    rest = () if command == "inspect" else ("--data", files.data, "--eps", 0.1)
+    text, truncated = tmp_path / "text.onnx", tmp_path / "truncated.onnx"
+    text.write_text("this is not a model")
+    truncated.write_bytes(files.model.read_bytes()[:-200])
+    weight, bias = weights(3, 4)
+    outside = write(
+        tmp_path / "outside.onnx",
+        [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)],
+        {"w": weight, "b": bias},
+        (4,),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, None),
+        external=True,
+    )
+    (tmp_path / "outside.onnx.data").unlink()
+    for path, words in (
+        (tmp_path / "missing.onnx", "no such file"),
+        (text, "not a readable ONNX file"),
+        (truncated, "truncated"),
+        (outside, "external data"),
+    ):
+        line = complaint(command, path, *rest)
+        assert str(path) in line and words in line
+
+
+def test_all_unsupported_nodes_at_once(files: Files, tmp_path: Path) -> None:
+    weight, bias = weights(3, 4)
+    model = linear_model(tmp_path / "u.onnx", weight, bias, unsupported=("Sin", "Cos"))
+    line = complaint("certify", model, "--data", files.data, "--eps", 0.1, "--json")
+    assert "2 unsupported nodes" in line and "Sin at sin" in line and "Cos at cos" in line
+
+
+def test_bad_data(files: Files, tmp_path: Path) -> None:
+    x, y = files.x, files.y
+    nan = x.copy()
+    nan[2, 1] = np.nan
+    np.save(files.folder / "array.npy", x)
+    (files.folder / "text.npz").write_text("no archive")
+    (files.folder / "cut.npz").write_bytes(files.data.read_bytes()[:-50])
+    for path, words in (
+        (files.npz("shape.npz", x=x[:, :3], y=y), "x has shape (4, 3); this model needs (N, 4)"),
+        (files.npz("label.npz", x=x, y=y * 0 + 3), "label 3 of y[0] is out of range"),
+        (files.npz("negative.npz", x=x, y=y - 5), "is out of range"),
+        (files.npz("no_x.npz", y=y), "no array x"),
+        (files.npz("no_y.npz", x=x), "no array y"),
+        (files.npz("few.npz", x=x, y=y[:2]), "4 integer labels"),
+        (files.npz("words.npz", x=x.astype(str), y=y), "numbers"),
+        (files.npz("object.npz", x=x.astype(object), y=y), "not an npz file"),
+        (files.npz("nan.npz", x=nan, y=y), "x[2] has values that are NaN"),
+        (files.folder / "array.npy", "single array"),
+        (files.folder / "text.npz", "not an npz file"),
+        (files.folder / "cut.npz", "damaged"),
+        (files.folder / "missing.npz", "No such file"),
+    ):
+        line = complaint("certify", files.model, "--data", path, "--eps", 0.1)
+        assert str(path) in line and words in line
+    whole = ("certify", files.model, "--data", files.data, "--eps", 0.1)
+    assert "index 4 is out of range" in complaint(*whole, "--index", 4)
+    assert "--count 5 is out of range" in complaint(*whole, "--count", 5)
+    assert "index 0: target" in complaint(*whole, "--target", int(y[0]))
+    assert "index 0: " in complaint(*whole, "--norm", 2, "--clip", 10, 11)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--eps", -0.1), "eps is -0.1"),
+        (("--eps", "nan"), "eps is nan"),
+        (("--eps", "inf"), "eps is inf"),
+        (("--eps", "big"), "--eps"),
+        ((), "--data needs --eps"),
+        (("--eps", 0.1, "--norm", 3), "unknown norm '3'; known: 1, 2, inf"),
+        (("--eps", 0.1, "--method", "magic"), "unknown method 'magic'; known: ibp"),
+        (("--eps", 0.1, "--dtype", "float16"), "unknown dtype"),
+        (("--eps", 0.1, "--device", "toaster"), "device 'toaster'"),
+        (("--eps", 0.1, "--memory", "4XB"), "memory limit '4XB' is malformed"),
+        (("--eps", 0.1, "--timeout", 0), "timeout is 0"),
+        (("--eps", 0.1, "--mean", "a,b"), "--mean 'a,b'"),
+        (("--eps", 0.1, "--std", "0"), "std positive"),
+        (("--eps", 0.1, "--batch", 0), "--batch"),
+        (("--eps", 0.1, "--batch", 2, "--timeout", 9), "--batch"),
+        (("--eps", 0.1, "--index", 0, "--count", 1), "cannot be combined"),
+        (("--eps", 0.1, "--top-k", 3), "k is 3"),
+        (("--eps", 0.1, "--magic"), "--magic"),
+        (("--eps", 0.1, "--vnnlib", "x"), "either"),
+    ],
+)
+def test_bad_options(files: Files, options: tuple[object, ...], words: str) -> None:
+    assert words in complaint("certify", files.model, "--data", files.data, *options)
+
+
+def test_bad_options_of_the_other_commands(files: Files) -> None:
+    data = ("--data", files.data)
+    assert "--tol is nan" in complaint("radius", files.model, *data, "--tol", "nan")
+    assert "--upper is 0" in complaint("radius", files.model, *data, "--upper", 0)
+    assert "unknown method ''" in complaint(
+        "compare", files.model, *data, "--eps", 0.1, "--methods", "crown,"
+    )
+    assert "eps is -1" in complaint("compare", files.model, *data, "--eps", 0.1, "--eps", -1)
+    assert "needs --eps" in complaint("compare", files.model, *data)
+    assert "No such command" in complaint("certfy")
+    assert "MODEL" in complaint("inspect")
+
+
+def test_bad_properties(files: Files, tmp_path: Path) -> None:
+    good = files.vnnlib(0.01)
+    bad = tmp_path / "bad.vnnlib"
+    bad.write_text(good.read_text().replace("(assert (<= X_0", "(assrt (<= X_0"))
+    line = complaint("certify", files.model, "--vnnlib", bad)
+    assert f"{bad}:4" in line and "assrt" in line
+    line = complaint("certify", DIGITS, "--vnnlib", good)
+    assert str(good) in line and "64 values" in line
+    assert "--target" in complaint("certify", files.model, "--vnnlib", good, "--target", 1)
+    assert "--count" in complaint("certify", files.model, "--vnnlib", good, "--count", 1)
+    assert "--norm needs --eps" in complaint("certify", files.model, "--vnnlib", good, "--norm", 2)
+    assert "--mean needs --eps" in complaint("certify", files.model, "--vnnlib", good, "--mean", 0.5)
+    assert "either with --data or with --vnnlib" in complaint("certify", files.model)
+
+
+# -- real processes -------------------------------------------------------------------------------------
+
+
+def test_what_libraries_print_is_kept_off_stdout(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Verifier.row_bounds
+
+    def talkative(self: Verifier, *args: Any) -> Any:
+        print("Early stop!")
+        warnings.warn("deprecated", DeprecationWarning, stacklevel=1)
+        return original(self, *args)
+
+    monkeypatch.setattr(Verifier, "row_bounds", talkative)
+    result = run("certify", files.model, "--data", files.data, "--count", 1, "--eps", 0.001, "--json", code=0)
+    assert json.loads(result.stdout)["status"] == "verified"
+    assert "Early stop!" in result.stderr and "deprecated" not in result.stderr
+
+
+@pytest.mark.parametrize("limit", [(), ("--timeout", 300)])
+def test_stdout_of_a_real_process_is_json_only(files: Files, limit: tuple[object, ...]) -> None:
+    args = ("--data", files.data, "--count", 1, "--eps", 0.2, "--norm", "inf", "--json", *limit)
+    found = process("compare", files.model, *args, "--methods", "crown,alpha-crown,stock-alpha-crown")
+    assert found.returncode == 0
+    assert [json.loads(line)["method"] for line in found.stdout.splitlines()] == [
+        "crown", "alpha-crown", "stock-alpha-crown",
+    ]  # fmt: skip
+    assert "Warning" not in found.stderr and "Traceback" not in found.stderr
+
+
+def test_version() -> None:
+    found = process("--version")
+    assert found.returncode == 0 and found.stderr == ""
+    assert found.stdout.startswith(f"attn-bounds {__version__}, auto_LiRPA 0.")
+    assert found.stdout.endswith(f"torch {torch.__version__}\n")
+
+
+def test_a_missing_auto_lirpa_says_how_to_get_it(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "auto_LiRPA").mkdir()
+    (tmp_path / "auto_LiRPA" / "__init__.py").write_text("raise ImportError('it is a fake')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = process("certify", files.model, "--data", files.data, "--eps", 0.1, env=environment)
+    assert found.returncode == 2 and found.stdout == "" and "Traceback" not in found.stderr
+    assert "pip install --no-deps auto_LiRPA" in found.stderr and "it is a fake" in found.stderr
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, attn_bounds.cli; print(sorted({'torch', 'onnx', 'auto_LiRPA'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("limit", [(), ("--timeout", 300)])
+def test_ctrl_c_is_quiet(files: Files, limit: tuple[object, ...]) -> None:
+    args = ["certify", DIGITS, "--data", DIGITS_DATA, "--eps", 0.003, "--method", "crown", "--json", *limit]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "attn_bounds.cli", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert running.stdout is not None and json.loads(running.stdout.readline())["index"] == 0
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: the child process gets it, too
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130 and errors == ""
