@@ -103,6 +103,7 @@ def _session(
         "device": inputs.parse_device(device),
         "mean": inputs.parse_floats("--mean", mean),
         "std": inputs.parse_floats("--std", std),
+        "logits": not vnnlib,  # a property speaks of the file's own outputs
     }
     out = report.Output(sys.stdout, as_json)
     with contextlib.redirect_stdout(sys.stderr), inputs.quiet(threads), contextlib.ExitStack() as stack:

@@ -48,6 +48,7 @@ class Item:
             targets, top_k: as in `Verifier.specification`.
         """
         if self.prop is not None:
+            verifier.check_property(self.prop)
             return [(box.center, spec) for box, spec in self.prop.cases]
         assert self.x is not None
         if self.spec is not None:
@@ -84,6 +85,7 @@ class Jobs:
         if norm is None or eps is None:
             if item.prop is None:
                 raise InputError("an input needs a norm and eps")
+            self.verifier.check_property(item.prop)
             return list(item.prop.cases)
         centres = item.centres(self.verifier, targets, top_k)
         return [(self.verifier.ball(x, norm, eps, clip), spec) for x, spec in centres]

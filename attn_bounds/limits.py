@@ -277,7 +277,7 @@ class LimitedVerifier:
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         memory_of = psutil.Process(self._process.pid).memory_info
         while True:
-            if False:
+            if time.monotonic() > deadline:
                 raise _Stopped(f"time limit of {seconds:g} s passed{phase}")
             with contextlib.suppress(psutil.Error):  # it died: the pipe says so next
                 if self.memory is not None and memory_of().rss > self.memory:

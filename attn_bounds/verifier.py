@@ -476,12 +476,21 @@ class Verifier:
             return [1 - label]
         return [j for j in sorted(set(targets or range(self.outputs))) if j != label]
 
+    def check_property(self, prop: Property) -> None:
+        """Raise InputError if the head was taken off: a property speaks of the file's own outputs."""
+        if self.head:
+            raise InputError(
+                f"property {prop.name}: it speaks of the outputs behind {self.head}, but this verifier of "
+                "the logits before it; build it with logits=False"
+            )
+
     def certify_property(self, prop: Property, **kwargs: Any) -> Certificate:
         """Certify a VNN-LIB property: every case (input box and specification) must hold.
 
         Raises:
-            InputError: mean/std were given; the boxes of a property are in the model's own units.
+            InputError: `check_property`, or mean/std were given: the boxes are in the model's own units.
         """
+        self.check_property(prop)
         if self._scaling is not None:
             raise InputError(f"property {prop.name}: its boxes are in the model's units; leave mean/std away")
         return self.certify_cases(prop.cases, **kwargs)

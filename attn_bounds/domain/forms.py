@@ -11,6 +11,8 @@ from torch import Tensor
 from ..norms import gram_norm_upper
 from .sets import ErrorSet, Range
 
+SPECTRAL_SIZE = 1024  # a larger block is not worth its Gram matrix
+
 
 @dataclass
 class AffineForm:
@@ -78,33 +80,45 @@ class Groups:
             if start < generators.shape[1]
         ]
 
+    def ranges(self, generators: Tensor, tight: bool = False) -> list[Range]:
+        """Range of the image per group: list of two of (batch, *shape)."""
+        shape = generators.shape[:1] + generators.shape[2:]
+        out = []
+        for s, w in self.parts(generators):
+            low, high = s.tight_range(w) if tight else s.range(w)
+            out.append(((low * self.growth).reshape(shape), (high * self.growth).reshape(shape)))
+        return out
+
     def supports(self, generators: Tensor) -> list[Tensor]:
         """Bound of |image| per group: list of (batch, *shape)."""
-        shape = generators.shape[:1] + generators.shape[2:]
-        return [s.support(w).reshape(shape) * self.growth for s, w in self.parts(generators)]
+        return [torch.maximum(-low, high) for low, high in self.ranges(generators)]
 
-    def deviation(self, generators: Tensor, tight: bool = False) -> Range:
-        """Range of the image around the centre: two of (batch, *shape)."""
-        shape = generators.shape[:1] + generators.shape[2:]
-        low = generators.new_zeros(shape[0], generators.flatten(2).shape[2])
-        high = low.clone()
-        for s, w in self.parts(generators):
-            down, up = s.tight_range(w) if tight else s.range(w)
+    @staticmethod
+    def total(ranges: list[Range], like: Tensor) -> Range:
+        """Sum of the groups' ranges; zeros like `like` (batch, *shape) where there are none."""
+        low, high = torch.zeros_like(like), torch.zeros_like(like)
+        for down, up in ranges:
             low, high = low + down, high + up
-        return (low * self.growth).reshape(shape), (high * self.growth).reshape(shape)
+        return low, high
 
-    def joint_norm(self, generators: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Bound of the l2 norm of the whole block (weighted entrywise): (batch, K, …) → (batch,).
+    def joint_norm(self, generators: Tensor, weight: Tensor, supports: list[Tensor]) -> Tensor:
+        """Bound of the l2 norm of a whole block, weighted entrywise.
 
         Per group the smaller of radius · spectral norm and the norm of the entries' supports (theory.md, 2).
+
+        Arguments:
+            generators: (batch, K, F). weight: (batch, F).
+            supports: per group (batch, F), as `supports` returns them.
+
+        Returns:
+            (batch,).
         """
         total = generators.new_zeros(generators.shape[0])
-        scale = 1.0 if weight is None else weight.flatten(1).unsqueeze(1)
-        for s, w in self.parts(generators):
-            w = w * scale
-            best = torch.linalg.vector_norm(s.support(w), dim=1)
-            if s.radius is not None and min(w.shape[1:]) <= 1024:
-                m = w if w.shape[1] <= w.shape[2] else w.mT
-                best = torch.minimum(best, s.radius * gram_norm_upper(m @ m.mT).sqrt())
+        for (s, w), support in zip(self.parts(generators), supports, strict=True):
+            best = torch.linalg.vector_norm(support * weight, dim=1)
+            if s.radius is not None and min(w.shape[1:]) <= SPECTRAL_SIZE:
+                m = w * weight.unsqueeze(1)
+                m = m if m.shape[1] <= m.shape[2] else m.mT
+                best = torch.minimum(best, self.growth * s.radius * gram_norm_upper(m @ m.mT).sqrt())
             total = total + best
-        return total * self.growth
+        return total

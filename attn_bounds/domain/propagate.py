@@ -56,7 +56,7 @@ class Propagation:
         """Bounds of functionals of the output: (batch, rows, outputs) → two of (batch, rows)."""
         centre = (a @ self.output.centre.flatten(1).unsqueeze(2)).squeeze(2)
         generators = self.output.generators.flatten(2) @ a.mT  # (batch, K, rows)
-        low, high = self.groups.deviation(generators, tight=True)
+        low, high = self.groups.total(self.groups.ranges(generators, tight=True), centre)
         return centre + low, centre + high
 
 
@@ -117,7 +117,8 @@ class Domain:
                 forms[node.name] = self._linear(node, forms)
             else:
                 raise UnsupportedModelError(
-                    f"method sensitivity has no rule for {kind} at {node.name}, shape {tuple(node.output_shape)}"
+                    f"method sensitivity has no rule for {kind} at {node.name}, "
+                    f"shape {tuple(node.output_shape)}"
                 )
             for i in node.inputs:
                 uses[i.name] -= 1
@@ -184,7 +185,7 @@ class Domain:
         mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
         q, k, v = (_form(n, forms, groups) for n in (query, key, value_node))
         output, found = attention(q, k, v, scores_node.scale, mask, groups, node.name)
-        bounds[scores_node.name], bounds[weights_node.name] = found.scores, found.weights
+        bounds[weights_node.name] = found
         return output
 
 

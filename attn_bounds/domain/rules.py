@@ -5,8 +5,6 @@ Linear nodes need no rule of their own: `AffineForm.linear` maps the centre and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,14 @@ from .forms import AffineForm, Groups
 from .sets import AttentionRemainder, Ball, BoxInBall
 
 
-def _append_identity(form: Tensor, start: int, index: Tensor) -> Tensor:
-    """Generators (batch, K, *shape) with a new symbol per flat position in `index`, numbered from `start`."""
+def _append_identity(form: Tensor, start: int, index: Tensor, size: Tensor | float = 1.0) -> Tensor:
+    """Generators (batch, K, *shape) with a new symbol per flat position in `index`, numbered from `start`.
+
+    size: (batch, len(index)), 0 where a sample does not use the symbol.
+    """
     batch, symbols = form.shape[:2]
     new = form.new_zeros((batch, start - symbols + len(index), form[0, 0].numel()))
-    new[:, torch.arange(start - symbols, start - symbols + len(index)), index] = 1.0
+    new[:, torch.arange(start - symbols, start - symbols + len(index)), index] = size
     return torch.cat([form, new.reshape(batch, -1, *form.shape[2:])], 1)
 
 
@@ -34,7 +35,8 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     Returns:
         the output, and the bounds (lower, upper) of the input.
     """
-    low_d, high_d = groups.deviation(x.generators)
+    ranges = groups.ranges(x.generators)
+    low_d, high_d = groups.total(ranges, x.centre)
     low, high = x.centre + low_d, x.centre + high_d
     at = x.centre.clamp(min=0.0)
     unstable = (low < 0) & (high > 0)
@@ -57,18 +59,12 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     def pick(t: Tensor) -> Tensor:
         return torch.where(unstable, t, torch.zeros_like(t)).flatten(1)[:, index]
 
-    block = x.generators.flatten(2)[:, :, index]
-    radius = groups.joint_norm(block, pick(kappa))
+    supports = [torch.maximum(-down, up).flatten(1)[:, index] for down, up in ranges]
+    radius = groups.joint_norm(x.generators.flatten(2)[:, :, index], pick(kappa), supports)
     grow = groups.growth
     start = groups.add(BoxInBall(label, pick(e_down) * grow, pick(e_up) * grow, radius))
-    return AffineForm(at, _append_identity(output.generators, start, index)), (low, high)
-
-
-class AttentionBounds(NamedTuple):
-    """Bounds of scores and probabilities that come with it: (lower, upper), (batch, heads, n, m) each."""
-
-    scores: tuple[Tensor, Tensor]
-    weights: tuple[Tensor, Tensor]
+    live = unstable.flatten(1)[:, index].to(low.dtype)
+    return AffineForm(at, _append_identity(output.generators, start, index, live)), (low, high)
 
 
 def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -104,7 +100,7 @@ def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups
 
 def attention(
     q: AffineForm, k: AffineForm, v: AffineForm, scale: float, mask: Tensor | None, groups: Groups, label: str
-) -> tuple[AffineForm, AttentionBounds]:
+) -> tuple[AffineForm, tuple[Tensor, Tensor]]:
     """Attention exactly to first order, with the second-order remainder as a new error set.
 
     Arguments:
@@ -112,7 +108,7 @@ def attention(
         mask: additive constant or None.
 
     Returns:
-        form of the output (batch, heads, n, dv), and bounds of scores and probabilities.
+        form of the output (batch, heads, n, dv), and (lower, upper) probabilities, (batch, heads, n, m).
     """
     dtype = q.centre.dtype
     symbols = max(q.symbols, k.symbols)
@@ -125,13 +121,13 @@ def attention(
     if mask is not None:
         centre = centre + mask.double()
     b = (b_high - b_low) / 2
-    d_low, d_high = groups.deviation(linear)
-    low, high = centre + d_low.double() - b, centre + d_high.double() + b
-    p_low, p_high = probability_box(low, high)
     p = torch.softmax(centre, -1)
     # a constant per row does not change the softmax: centre D at its average
     linear = linear - (linear * p.to(dtype).unsqueeze(1)).sum(-1, keepdim=True)
-    supports = [s.double() for s in groups.supports(linear)]
+    ranges = groups.ranges(linear)
+    supports = [torch.maximum(-down, up).double() for down, up in ranges]
+    d_low, d_high = groups.total(ranges, linear[:, 0])
+    weights_box = probability_box(centre + d_low.double() - b, centre + d_high.double() + b)
     grams = []
     for s, w in groups.parts(linear):
         if s.radius is None:
@@ -140,18 +136,17 @@ def attention(
         rows = w.reshape(w.shape[0], -1, *linear.shape[2:]).double()
         gram = torch.einsum("bzhnc,bzhnd->bhncd", rows, rows)
         grams.append(gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square())
-    r = torch.stack(supports).sum(0) + b + (p * b).sum(-1, keepdim=True)
-
-    b_norm = (p * b.square()).sum(-1).sqrt()  # also of b − Σ p b: the variance is the smallest second moment
+    # b is centred too: b_c (1 − p_c) + Σ_{k≠c} p_k b_k at most
+    r = torch.stack(supports).sum(0) + (b * (1.0 - 2.0 * p) + (p * b).sum(-1, keepdim=True)).clamp(min=0.0)
+    # Var_p(b) ≤ Σ p b², and ≤ 2 Σ p (1 − p) b² since it is a sum over pairs
+    b_norm = ((p * b.square()).sum(-1)).minimum(2.0 * (p * (1.0 - p) * b.square()).sum(-1)).sqrt()
 
     def deviation(factor: Tensor) -> Tensor:
         weight = p * factor
         whole = weighted_deviation(grams, torch.stack(supports), weight) + factor.amax(-1).sqrt() * b_norm
         return torch.minimum(whole, (weight * r.square()).sum(-1).sqrt())
 
-    row_data = RowData(
-        p, r, b, deviation(torch.ones_like(r)), deviation(psi(r)), deviation(chi(r).square())
-    )
+    row_data = RowData(p, r, b, deviation(torch.ones_like(r)), deviation(psi(r)), deviation(chi(r).square()))
 
     # output: P dV + Cov_P(D, v)
     v_c = v.centre.double()
@@ -176,4 +171,4 @@ def attention(
     start = groups.add(AttentionRemainder(label, v_c, average, row_data, value_groups))
     index = torch.arange(average[0].numel())
     output = AffineForm(average.to(dtype), _append_identity(own, start, index))
-    return output, AttentionBounds((low, high), (p_low, p_high))
+    return output, weights_box

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from ..sensitivity.remainder import RowData, attention_remainder
+from ..sensitivity.remainder import FEW_LEVELS, MANY_LEVELS, RowData, attention_remainder
 
 Range = tuple[Tensor, Tensor]
 
@@ -118,7 +118,7 @@ class AttentionRemainder(ErrorSet):
         self.value_groups = value_groups
         self.size = average[0].numel()
 
-    def _per_row(self, w: Tensor) -> Range:
+    def _per_row(self, w: Tensor, levels: tuple[float, ...]) -> Range:
         """Range per query row: (batch, k, F) → two of (batch, heads, n, F)."""
         batch, heads, n, dv = self.average.shape
         a = w.reshape(batch, heads, n, dv, -1).mT.to(self.values.dtype)  # (batch, heads, n, F, dv)
@@ -130,8 +130,12 @@ class AttentionRemainder(ErrorSet):
             if gram is not None:
                 best = torch.minimum(best, ((a @ gram) * a).sum(-1).clamp(min=0.0))
             sd_u = sd_u + best.sqrt()
-        return attention_remainder(y, sd_u, self.rows)
+        return attention_remainder(y, sd_u, self.rows, levels)
 
     def range(self, w: Tensor) -> Range:
-        low, high = self._per_row(w)
+        low, high = self._per_row(w, FEW_LEVELS)
+        return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)
+
+    def tight_range(self, w: Tensor) -> Range:
+        low, high = self._per_row(w, MANY_LEVELS)
         return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)

@@ -84,10 +84,12 @@ class RowData(NamedTuple):
     sd_chi: Tensor
 
 
-LEVELS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FEW_LEVELS, MANY_LEVELS = (0.0, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
-def curvature_bound(y: Tensor, rows: RowData) -> tuple[Tensor, Tensor]:
+def curvature_bound(
+    y: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS
+) -> tuple[Tensor, Tensor]:
     """Bounds κ⁻, κ⁺ of the curvature `Σ (p'_c − p_c) y_c − Σ p_c Δ_c y_c ∈ [−κ⁻, κ⁺]`.
 
     With φ(x) = e^x − 1 − x, Z = Σ p e^Δ' ≥ 1 and ℓ = Σ p_c Δ'_c y_c it is exactly
@@ -97,6 +99,7 @@ def curvature_bound(y: Tensor, rows: RowData) -> tuple[Tensor, Tensor]:
 
     Arguments:
         y: (…, n, F, m), values of the functionals per key, centred at the average: `Σ_c p_c y_c = 0`.
+        levels: the τ to try, as parts of the largest g; each is valid.
 
     Returns:
         two of (…, n, F).
@@ -111,11 +114,11 @@ def curvature_bound(y: Tensor, rows: RowData) -> tuple[Tensor, Tensor]:
         g = (signed + slope.unsqueeze(-1)).clamp(min=0.0)
         top = g.amax(-1)
         best = top  # max y + sup|ℓ|
-        for level in LEVELS:
+        for level in levels:
             tau = level * top
-            excess = (g - tau.unsqueeze(-1)).clamp(min=0.0) if level < 1.0 else None
             value = tau * norm
-            if excess is not None:
+            if level < 1.0:
+                excess = g if level == 0.0 else (g - tau.unsqueeze(-1)).clamp(min=0.0)
                 value = value + (excess @ charge).squeeze(-1)
             best = torch.minimum(best, value.nan_to_num(nan=torch.inf))  # 0 · ∞ for huge ranges
         return best
@@ -123,7 +126,9 @@ def curvature_bound(y: Tensor, rows: RowData) -> tuple[Tensor, Tensor]:
     return one(-y), one(y)
 
 
-def attention_remainder(y: Tensor, sd_u: Tensor, rows: RowData) -> tuple[Tensor, Tensor]:
+def attention_remainder(
+    y: Tensor, sd_u: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS
+) -> tuple[Tensor, Tensor]:
     """Range of the remainder of the functionals, one value per query row.
 
     Curvature as above; cross term `Σ (p'_c − p_c) u_c ≤ sd_χ sd(u)`, because p' − p = p (e^Δ'/Z − 1) has the
@@ -136,7 +141,7 @@ def attention_remainder(y: Tensor, sd_u: Tensor, rows: RowData) -> tuple[Tensor,
     Returns:
         lower, upper, (…, n, F) each.
     """
-    down, up = curvature_bound(y, rows)
+    down, up = curvature_bound(y, rows, levels)
     other = rows.sd_chi.unsqueeze(-1) * sd_u + (y.abs() @ (rows.p * rows.b).unsqueeze(-1)).squeeze(-1)
     return -(down + other), up + other
 

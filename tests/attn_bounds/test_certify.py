@@ -222,6 +222,25 @@ def test_a_property_box_is_not_read_in_pixels(tmp_path: Path) -> None:
         Verifier(path, mean=[0.5], std=[0.5]).certify_property(prop)
 
 
+def test_a_property_speaks_of_the_outputs_behind_the_head(tmp_path: Path) -> None:
+    weight, bias = np.array([[2.0, 0.0], [0.0, 2.0]], np.float32), np.array([1.0, 0.0], np.float32)
+    path = linear_model(tmp_path / "m.onnx", weight, bias, head="Softmax")
+    box = InputSet.box(torch.zeros(1, 2) - 0.1, torch.zeros(1, 2) + 0.1)
+
+    def at_least(p: float) -> Property:  # the first probability, which is between 0.65 and 0.81
+        spec = Specification(torch.tensor([[1.0, 0.0]]), torch.tensor([p]), ((0,),))
+        return Property("p", ((box, spec),))
+
+    with pytest.raises(InputError, match="behind Softmax"):
+        Verifier(path).certify_property(at_least(0.5))
+    verifier = Verifier(path, logits=False)
+    for method in OWN:
+        c = verifier.certify_property(at_least(0.5), method=method)
+        assert c.verified == (method != "ibp")
+        assert c.margin is not None and c.margin <= 1 / (1 + math.exp(-0.6)) - 0.5
+        assert verifier.certify_property(at_least(0.7), method=method).status == "falsified"
+
+
 def test_clip_shrinks_a_box(linear: tuple[Verifier, np.ndarray, np.ndarray]) -> None:
     verifier, _, _ = linear
     x = torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0])

@@ -192,6 +192,19 @@ def test_unknown_because_of_nan_says_so(tmp_path: Path, files: Files) -> None:
 # -- the other commands ---------------------------------------------------------------------------------
 
 
+def test_a_property_of_a_model_with_a_head(tmp_path: Path, files: Files) -> None:
+    # among logits the largest is at least 1 here, among probabilities it is below
+    model = linear_model(
+        tmp_path / "s.onnx", np.eye(3, 4, dtype=np.float32), np.arange(3, dtype=np.float32), head="Softmax"
+    )
+    text = files.vnnlib(0.01).read_text()
+    declared, _ = text.split("(assert (or")
+    (tmp_path / "p.vnnlib").write_text(declared + "(assert (<= Y_2 1.0))")
+    found = rows("certify", model, "--vnnlib", tmp_path / "p.vnnlib", "--method", "crown", code=1)
+    assert found[0]["status"] == "falsified"
+    assert rows("radius", model, "--vnnlib", tmp_path / "p.vnnlib", "--method", "crown")[0]["radius"] == 0
+
+
 def test_radius(files: Files) -> None:
     args = ("radius", files.model, "--data", files.data, "--count", 2, "--norm", 2, "--method", "crown")
     for i, r in enumerate(rows(*args, "--tol", 0.05)):
@@ -206,7 +219,7 @@ def test_radius(files: Files) -> None:
     assert prop["property"] == "width_0.001" and prop["radius"] > 0 and "ball" in prop["note"]
 
 
-def test_compare(files: Files) -> None:
+def test_compare(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (
         "compare",
         files.model,
@@ -234,7 +247,19 @@ def test_compare(files: Files) -> None:
         if r["eps"] == 0.01:
             one = rows(*certificate, "--eps", 0.01, "--method", r["method"], code=int(r["margin"] <= 0))[0]
             assert r["margin"] == pytest.approx(one["margin"])
+    # every bound is computed from scratch, or its seconds would be another method's
+    forgotten = 0
+    original = Verifier.forget
+
+    def forget(self: Verifier) -> None:
+        nonlocal forgotten
+        forgotten += 1
+        original(self)
+        assert not any(graph.store.of(()) for graph in self._graphs.values())
+
+    monkeypatch.setattr(Verifier, "forget", forget)
     table = run(*args, code=0).stdout
+    assert forgotten == len(found)
     assert "stock-crown" in table and "repaired" in table and "+0" in table and "1.00" in table
     without = run(*args, "--methods", "ibp,crown", code=0).stdout
     assert "repaired" not in without and "–" in without
