@@ -94,8 +94,8 @@ class Domain:
         for node in self.nodes:
             kind = type(node).__name__
             perturbed = [i for i in node.inputs if i.name in forms]
-            if kind == "BoundInput":
-                continue
+            if kind in ("BoundInput", "BoundShape"):
+                continue  # a shape is a constant
             if node.inputs and type(node.inputs[0]).__name__ == "BoundInput" and len(groups.sets) == 0:
                 forms[node.name] = self._start(node, centre, radius, norm, groups)
             elif not perturbed and kind not in ("BoundAttentionWeights", "BoundAttentionAverage"):
@@ -164,9 +164,8 @@ class Domain:
         position = next(p for p, i in enumerate(node.inputs) if i.name in forms)
         rest = [None if p == position else _value(i) for p, i in enumerate(node.inputs)]
         form = forms[node.inputs[position].name]
-        if type(node).__name__ in ("BoundAdd", "BoundSub") and position == 0:
-            shift = rest[1] if type(node).__name__ == "BoundAdd" else -rest[1]
-            return AffineForm(form.centre + shift, form.generators)
+        if type(node).__name__ == "BoundAdd":
+            return AffineForm(form.centre + _value(node.inputs[1 - position]), form.generators)
 
         def f(x: Tensor) -> Tensor:
             return node.forward(*[x if p == position else r for p, r in enumerate(rest)])
