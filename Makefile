@@ -24,7 +24,7 @@ endif
 demo: $(STAMP)
 	$(BIN)/attn-bounds inspect examples/digits_vit.onnx
 	$(BIN)/attn-bounds compare examples/digits_vit.onnx --data examples/digits_test.npz --count 10 \
-		--norm 2 --eps 0.05 --eps 0.1 --eps 0.15
+		--norm 2 --eps 0.05 --eps 0.1 --eps 0.15 --threads 1
 
 test: $(STAMP)
 	$(BIN)/ruff check .

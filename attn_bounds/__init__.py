@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .errors import AttnBoundsError, InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from .api import certified_radius, certify
     from .attack import attack_radius, pgd
-    from .certify import certified_radius, certify
     from .module import BoundedModule
     from .properties import InputSet, Property, Specification
     from .results import Certificate, Radius
@@ -31,8 +31,8 @@ _LAZY = {
     "Specification": "properties",
     "Verifier": "verifier",
     "attack_radius": "attack",
-    "certified_radius": "certify",
-    "certify": "certify",
+    "certified_radius": "api",
+    "certify": "api",
     "pgd": "attack",
     "read_vnnlib": "vnnlib",
 }
@@ -41,10 +41,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_LAZY[name]}", __name__)
-    # all of its names at once: the module `certify` would otherwise hide the function of that name
-    globals().update({n: getattr(module, n) for n, m in _LAZY.items() if m == _LAZY[name]})
-    return globals()[name]
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
 
 
 __all__ = [

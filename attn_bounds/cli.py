@@ -139,8 +139,8 @@ Method = Annotated[
     typer.Option(
         metavar="M",
         rich_help_panel=_BOUND,
-        help="ibp, crown, alpha-crown (our attention operators); stock-ibp, stock-crown, stock-alpha-crown "
-        "(auto_LiRPA's own); auto: ibp, crown, alpha-crown until one suffices.",
+        help="ibp, sensitivity, crown, alpha-crown (ours, cheap to tight); stock-ibp, stock-crown, "
+        "stock-alpha-crown (auto_LiRPA's own); auto: ours in this order until one suffices.",
     ),
 ]
 Dtype = Annotated[
@@ -318,7 +318,7 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(metavar="M,M,…", rich_help_panel=_BOUND, help="Methods as in certify, with commas."),
-    ] = "ibp,crown,alpha-crown,stock-ibp,stock-crown",
+    ] = "ibp,sensitivity,crown,alpha-crown,stock-ibp,stock-crown",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,

@@ -219,14 +219,18 @@ class BoundedModule(LirpaModule):
         """Bounds of the nodes that relaxations need, from the last CROWN pass on this input (else empty)."""
         return {n: d["bounds"] for n, d in self.store.of(x).items() if "bounds" in d}
 
-    def _sensitivity(self, x: Sequence[Any], C: Any) -> Bounds:
-        """One forward pass in affine forms with error sets; see `attn_bounds.domain`."""
+    def domain(self) -> Any:
+        """The affine-form domain of this graph (`attn_bounds.domain`), built on first use."""
         from .domain.propagate import Domain
 
-        if len(x) != 1 or getattr(x[0], "ptb", None) is None:
-            raise NotImplementedError("method sensitivity needs exactly one input, and that one perturbed")
         if self._domain is None:
             self._domain = Domain(self)
+        return self._domain
+
+    def _sensitivity(self, x: Sequence[Any], C: Any) -> Bounds:
+        """One forward pass in affine forms with error sets; see `attn_bounds.domain`."""
+        if len(x) != 1 or getattr(x[0], "ptb", None) is None:
+            raise NotImplementedError("method sensitivity needs exactly one input, and that one perturbed")
         value, ptb = x[0].detach().as_subclass(Tensor), x[0].ptb
         batch = value.shape[0]
         norm = float(ptb.norm)
@@ -237,7 +241,7 @@ class BoundedModule(LirpaModule):
         else:
             radius = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1).expand(batch)
         with torch.no_grad():
-            found = self._domain.run(value, norm, radius)
+            found = self.domain().run(value, norm, radius)
             if C is None:
                 C = torch.eye(found.output.centre[0].numel(), dtype=value.dtype)
             return found.row_bounds(C.to(value).expand(batch, *C.shape[-2:]))

@@ -22,10 +22,10 @@ from .results import Certificate, Radius, digest, merge, versions, worse
 if TYPE_CHECKING:
     from .module import BoundedModule
 
-OWN_METHODS = ("ibp", "crown", "alpha-crown")
+OWN_METHODS = ("ibp", "sensitivity", "crown", "alpha-crown")
 STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
 METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
-AUTO = ("ibp", "crown", "alpha-crown")  # cheap to tight
+AUTO = ("ibp", "sensitivity", "crown", "alpha-crown")  # cheap to tight
 _LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our BoundedModule
 
 # Units in the last place, relative to the outputs' size, that a bound loses to our own rounding: the longest
@@ -323,7 +323,9 @@ class Verifier:
 
     def stages(self, method: str) -> tuple[str, ...]:
         """The methods that run for `method`, in order."""
-        return AUTO if check_method(method) == "auto" else (method,)
+        if check_method(method) != "auto":
+            return (method,)
+        return tuple(m for m in AUTO if m != "sensitivity" or not self.graph(stock=False).domain().gap())
 
     def describe(self, method: str) -> dict[str, Any]:
         """Options that decide what a method computes, for the record."""

@@ -22,3 +22,11 @@ def vnncomp_vit() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the competition's Vision Transformers are not at ../shared/data/vnncomp_vit")
     return SHARED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """The models are tiny; two threads on a busy machine can be a hundred times slower than one."""
+    import torch
+
+    torch.set_num_threads(1)

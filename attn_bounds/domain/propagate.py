@@ -38,6 +38,9 @@ LINEAR = {
 }
 
 
+ATTENTION = {"BoundAttentionScores", "BoundAttentionWeights", "BoundAttentionAverage"}
+
+
 @dataclass
 class Propagation:
     """Result of a pass.
@@ -71,6 +74,22 @@ class Domain:
         self.graph = graph
         self.nodes = _topological(graph)
         self._first: dict[str, Tensor] = {}  # factor of the first linear layer, by node name
+
+    def gap(self) -> str:
+        """The first node without a rule, in words; "" if the whole graph can be bounded."""
+        moving: set[str] = set()
+        for node in self.nodes:
+            kind = type(node).__name__
+            inputs = [i.name for i in node.inputs if i.name in moving]
+            if kind == "BoundInput" and node.from_input:
+                moving.add(node.name)
+            if not inputs or kind == "BoundShape":
+                continue
+            moving.add(node.name)
+            single = kind in LINEAR or kind == "BoundRelu"
+            if not (kind in ATTENTION or (single and len(inputs) == 1) or kind == "BoundAdd"):
+                return f"{kind} at {node.name}, shape {tuple(node.output_shape)}"
+        return ""
 
     def run(self, centre: Tensor, norm: float, radius: Tensor) -> Propagation:
         """Propagate a batch of balls or boxes.
@@ -116,10 +135,7 @@ class Domain:
             elif kind in LINEAR and len(perturbed) == 1:
                 forms[node.name] = self._linear(node, forms)
             else:
-                raise UnsupportedModelError(
-                    f"method sensitivity has no rule for {kind} at {node.name}, "
-                    f"shape {tuple(node.output_shape)}"
-                )
+                raise UnsupportedModelError(f"method sensitivity has no rule for {self.gap() or kind}")
             for i in node.inputs:
                 uses[i.name] -= 1
                 if uses[i.name] == 0 and i.name in forms:

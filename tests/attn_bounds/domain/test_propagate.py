@@ -203,3 +203,16 @@ def test_l2_ball_is_reduced_without_loss() -> None:
     assert torch.allclose(low, module(x) - spread, atol=1e-9) and torch.allclose(
         high, module(x) + spread, atol=1e-9
     )
+
+
+def test_auto_leaves_sensitivity_out_where_it_has_no_rule() -> None:
+    from attn_bounds import Verifier
+
+    class Tanh(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(torch.matmul(x, torch.eye(3, dtype=x.dtype)))
+
+    verifier = Verifier(Tanh(), input_shape=(3,))
+    assert verifier.stages("auto") == ("ibp", "crown", "alpha-crown")
+    result = verifier.certify_inputs([torch.tensor([1.0, 0.0, 0.0])], [0], norm=2.0, eps=0.1)[0]
+    assert result.verified
