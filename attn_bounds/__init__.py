@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import AttnBoundsError, InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from .api import certified_radius, certify
+    from .api import certified_radius, certify, invariances
     from .attack import attack_radius, pgd
     from .module import BoundedModule
     from .properties import InputSet, Property, Specification
@@ -33,6 +33,7 @@ _LAZY = {
     "attack_radius": "attack",
     "certified_radius": "api",
     "certify": "api",
+    "invariances": "api",
     "pgd": "attack",
     "read_vnnlib": "vnnlib",
 }
@@ -59,6 +60,7 @@ __all__ = [
     "attack_radius",
     "certified_radius",
     "certify",
+    "invariances",
     "pgd",
     "read_vnnlib",
 ]

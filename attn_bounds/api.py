@@ -115,6 +115,24 @@ def _verifier(
     return Verifier(model, input_shape=shape, dtype=dtype, device=device, mean=mean, std=std)
 
 
+def invariances(model: str | Path | nn.Module | Verifier, input_shape: Sequence[int] | None = None) -> Tensor:
+    """Input directions that provably change nothing: the null space of the first linear layer.
+
+    A patch embedding maps r·r·3 pixels to fewer features; what it drops, at any size, no later layer sees.
+
+    Arguments:
+        model: ONNX file, torch module (then with `input_shape`, without the batch), or a `Verifier`.
+
+    Returns:
+        (k, *input) orthonormal basis, float64; k = 0 if there is none.
+
+    Raises:
+        InputError: the model cannot be loaded, or its input does not go into a single linear layer.
+    """
+    verifier = model if isinstance(model, Verifier) else Verifier(model, input_shape=input_shape)
+    return verifier.graph(stock=False).domain().invariances()
+
+
 def certified_radius(
     model: str | Path | nn.Module | Verifier,
     x: Tensor,

@@ -344,6 +344,42 @@ def compare(
     commands.compare(**options)
 
 
+@app.command()
+def explain(
+    model: Model,
+    data: Data = None,
+    index: Index = None,
+    count: Count = None,
+    vnnlib: Vnnlib = None,
+    norm: Norm = None,
+    eps: Annotated[float | None, typer.Option(metavar="E", rich_help_panel=_SET, help=_EPS)] = None,
+    clip: Clip = None,
+    mean: Mean = None,
+    std: Std = None,
+    target: Target = None,
+    top_k: TopK = 1,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+    plot: Annotated[Path | None, typer.Option(metavar="F.png", help="Also draw it (extra `plot`).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which layer takes how much of the certified margin.
+
+    Method sensitivity keeps one error set per layer: the input (the linear part,
+    exact), the second-order remainder of each attention, the relaxation of each
+    ReLU. This prints what each takes from the margin that decides.
+
+    [bold]Example[/bold]
+
+    attn-bounds explain digits_vit.onnx --data digits_test.npz --count 5 --norm 2 --eps 0.2
+    """
+    options = locals()
+    from . import commands
+
+    commands.explain(**options)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -245,6 +245,29 @@ def compare(*, eps: list[float] | None, methods: str, attack: bool, **options: A
             s.out.show(f"note: {note}")
 
 
+def explain(*, eps: float | None, plot: Path | None, **options: Any) -> None:
+    """`attn-bounds explain`."""
+    _check_set(eps, options)
+    unused: dict[str, Any] = {"timeout": None, "memory": None, "restarts": 1, "steps": 0, "seed": 0}
+    with _session(**options, **unused) as s:
+        note = "" if eps is None else s.note()
+        _announce(s, note)
+        assert isinstance(s.jobs, Jobs)
+        with report.progress(len(s.items)) as begin:
+            for item in s.items:
+                begin(f"sensitivity on {item.name}")
+                with _naming(item):
+                    found = s.jobs.explain(item, **s.ball(eps))
+                rows = item.rows(s.jobs.verifier, options["target"])
+                against = None if rows is None else rows[found.row]
+                s.out.add(report.explain_row(item, found, against, eps, s.norm))
+        what = "VNN-LIB properties" if eps is None else f"{report.norm_name(s.norm)} balls of radius {eps:g}"
+        title = s.title(f"{what}, where the margin of method sensitivity goes")
+        s.out.show(*report.explain_table(title, s.out.rows))
+        if plot is not None:
+            report.explain_plot(str(plot), title, s.out.rows)
+
+
 def _falsified(c: Certificate, x: Tensor, item: Item) -> Certificate:
     """A bound's result in the light of a counterexample."""
     if c.verified:

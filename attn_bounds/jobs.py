@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import InputError
 from .properties import InputSet, Property, Specification
-from .results import Certificate, Radius
+from .results import Certificate, Explanation, Radius
 from .verifier import Verifier
 
 Clip = tuple[float, float] | None
@@ -150,6 +150,20 @@ class Jobs:
         """A counterexample (1, *input) in the model's units, or None; `job`: of `Verifier.falsify`."""
         sets = self._sets(item, norm, eps, clip, targets, top_k)
         return next((x for b, s in sets if (x := self.verifier.falsify(b, s, **job)) is not None), None)
+
+    def explain(
+        self,
+        item: Item,
+        *,
+        norm: float | None = None,
+        eps: float | None = None,
+        clip: Clip = None,
+        targets: list[int] | None = None,
+        top_k: int = 1,
+    ) -> Explanation:
+        """Where the margin of method `sensitivity` goes, for the case with the smallest one."""
+        sets = self._sets(item, norm, eps, clip, targets, top_k)
+        return min((self.verifier.explain(b, s) for b, s in sets), key=lambda e: e.margin)
 
     def radius(
         self,

@@ -227,8 +227,18 @@ class BoundedModule(LirpaModule):
             self._domain = Domain(self)
         return self._domain
 
-    def _sensitivity(self, x: Sequence[Any], C: Any) -> Bounds:
-        """One forward pass in affine forms with error sets; see `attn_bounds.domain`."""
+    def propagate(self, x: Sequence[Any]) -> Any:
+        """One forward pass in affine forms with error sets: every tensor's form, error sets and ranges.
+
+        Arguments:
+            x: one `BoundedTensor` (batch, *input).
+
+        Returns:
+            `attn_bounds.domain.propagate.Propagation`.
+
+        Raises:
+            UnsupportedModelError: a node without a rule.
+        """
         if len(x) != 1 or getattr(x[0], "ptb", None) is None:
             raise NotImplementedError("method sensitivity needs exactly one input, and that one perturbed")
         value, ptb = x[0].detach().as_subclass(Tensor), x[0].ptb
@@ -241,10 +251,15 @@ class BoundedModule(LirpaModule):
         else:
             radius = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1).expand(batch)
         with torch.no_grad():
-            found = self.domain().run(value, norm, radius)
-            if C is None:
-                C = torch.eye(found.output.centre[0].numel(), dtype=value.dtype)
-            return found.row_bounds(C.to(value).expand(batch, *C.shape[-2:]))
+            return self.domain().run(value, norm, radius)
+
+    def _sensitivity(self, x: Sequence[Any], C: Any) -> Bounds:
+        found = self.propagate(x)
+        centre = found.output.centre
+        if C is None:
+            C = torch.eye(centre[0].numel(), dtype=centre.dtype)
+        low, high = found.row_bounds(C.to(centre).expand(len(centre), *C.shape[-2:]))
+        return low, high
 
     def _optimised_nodes(self) -> list[Any]:
         if lirpa.is_old():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onnx_export import ModelInfo
 
     from .jobs import Item
-    from .results import Certificate, Radius
+    from .results import Certificate, Explanation, Radius
 
 Row = dict[str, Any]
 STYLES = {"verified": "green", "falsified": "red", "unknown": "yellow"}
@@ -125,6 +125,75 @@ def radius_row(item: Item, r: Radius, note: str = "") -> Row:
     if note:
         row["note"] = note
     return row
+
+
+def explain_row(item: Item, e: Explanation, against: int | None, eps: float | None, norm: float) -> Row:
+    """One line of `explain`."""
+    return {
+        item.key: item.name,
+        "against": against,
+        "margin": e.margin,
+        "centre": e.centre,
+        "eps": eps,
+        "norm": norm_value(norm),
+        "shares": [{"set": label, "symbols": size, "loss": loss} for label, size, loss in e.shares],
+    }
+
+
+def explain_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
+    """A column per error set, a line per input."""
+    labels = list(dict.fromkeys(s["set"] for r in rows for s in r["shares"]))
+    table = _table(title, "input", "against", "centre", "margin ≥", *labels, left=("input",))
+    for r in rows:
+        loss = {s["set"]: s["loss"] for s in r["shares"]}
+        cells = [_number(r["centre"]), _number(r["margin"]), *(_number(loss.get(k)) for k in labels)]
+        table.add_row(
+            str(r.get("index", r.get("property"))),
+            str(r["against"] if r["against"] is not None else "–"),
+            *cells,
+        )
+    return [table, "Columns after the margin: what each error set takes from it, first layer to last."]
+
+
+def explain_plot(path: str, title: str, rows: Sequence[Row]) -> None:
+    """Stacked bars of `explain`, one per input; needs the extra `plot`.
+
+    Raises:
+        InputError: matplotlib is missing, or the file cannot be written.
+    """
+    from .errors import InputError
+
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise InputError("--plot needs matplotlib: pip install 'attn-bounds[plot]'") from None
+    labels = list(dict.fromkeys(s["set"] for r in rows for s in r["shares"]))
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.4 * len(rows)), layout="constrained")
+    for i, r in enumerate(rows):
+        left = 0.0
+        for j, label in enumerate(labels):
+            loss = next((s["loss"] for s in r["shares"] if s["set"] == label), 0.0)
+            axes.barh(i, loss, left=left, color=f"C{j}", label=label if i == 0 else None)
+            left += loss
+        axes.plot(
+            [r["centre"]] * 2, [i - 0.4, i + 0.4], color="black", label=None if i else "margin at the centre"
+        )
+    names = [str(r.get("index", r.get("property"))) for r in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set(
+        title=title, xlabel="taken from the margin (logits); verified where the bar ends before the line"
+    )
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as e:
+        raise InputError(f"{path}: the plot cannot be written ({e})") from None
+    finally:
+        plt.close(figure)
 
 
 def inspect_row(info: ModelInfo) -> Row:

@@ -81,6 +81,23 @@ class Radius:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """Where the margin of method `sensitivity` goes.
+
+    Attributes:
+        row: of the specification, the one that decides the margin.
+        margin: its lower bound, rounding slack taken off.
+        centre: its value at the centre of the pass (moved centres of attention included).
+        shares: (error set, number of symbols, what it takes from the margin), in order of the layers.
+    """
+
+    row: int
+    margin: float
+    centre: float
+    shares: list[tuple[str, int, float]]
+
+
 def jsonable(value: Any) -> Any:
     """JSON has no infinities: they become the strings "inf", "-inf"; NaN becomes null."""
     if isinstance(value, dict):

@@ -17,7 +17,7 @@ from .attack import attack_radius, pgd
 from .errors import InputError
 from .pixels import PixelUnits
 from .properties import InputSet, Property, Specification
-from .results import Certificate, Radius, digest, merge, versions, worse
+from .results import Certificate, Explanation, Radius, digest, merge, versions, worse
 
 if TYPE_CHECKING:
     from .module import BoundedModule
@@ -234,21 +234,8 @@ class Verifier:
         norm = inputs[0].norm
         if any(s.norm != norm for s in inputs) or len({len(s.A) for s in specs}) != 1:
             raise ValueError("inputs of one batch share the norm, and specifications their number of rows")
-        sets = [s.to(self.dtype) for s in inputs]
-        x = torch.cat([s.center for s in sets]).to(self.device)
-        if norm == math.inf:
-            limits = [torch.cat([getattr(s, n) for s in sets]).to(self.device) for n in ("lower", "upper")]
-            x = (limits[0] + limits[1]) / 2
-            ptb = lirpa.perturbation(norm, None, *limits)
-        else:
-            radii = [s.eps for s in sets]
-            if len(set(radii)) == 1:  # 0.7.1 propagates intervals through Conv for one common radius only
-                ptb = lirpa.perturbation(norm, radii[0])
-            else:
-                eps = torch.tensor([[r] for r in radii], dtype=self.dtype, device=self.device)
-                ptb = lirpa.perturbation(norm, eps)
+        bounded, x = self._bounded(inputs)
         functionals = torch.stack([s.A for s in specs]).to(x)
-        bounded = lirpa.__getattr__("BoundedTensor")(x, ptb)
         name = method.removeprefix("stock-")
         with torch.set_grad_enabled(name == "alpha-crown"):
             try:
@@ -276,6 +263,41 @@ class Verifier:
         slack = SLACK_ULPS * torch.finfo(self.dtype).eps * (size[:, None] * weight + offsets.abs())
         slack = slack + 16 * torch.finfo(self.dtype).eps * lower.abs()
         return (lower - offsets - slack).cpu()
+
+    def _bounded(self, inputs: Sequence[InputSet]) -> tuple[Any, Tensor]:
+        """Input sets of one norm as one `BoundedTensor`, and its centre."""
+        norm = inputs[0].norm
+        sets = [s.to(self.dtype) for s in inputs]
+        x = torch.cat([s.center for s in sets]).to(self.device)
+        if norm == math.inf:
+            limits = [torch.cat([getattr(s, n) for s in sets]).to(self.device) for n in ("lower", "upper")]
+            x = (limits[0] + limits[1]) / 2
+            ptb = lirpa.perturbation(norm, None, *limits)
+        else:
+            radii = [s.eps for s in sets]
+            if len(set(radii)) == 1:  # 0.7.1 propagates intervals through Conv for one common radius only
+                ptb = lirpa.perturbation(norm, radii[0])
+            else:
+                eps = torch.tensor([[r] for r in radii], dtype=self.dtype, device=self.device)
+                ptb = lirpa.perturbation(norm, eps)
+        return lirpa.__getattr__("BoundedTensor")(x, ptb), x
+
+    def explain(self, inputs: InputSet, spec: Specification) -> Explanation:
+        """Which error set of method `sensitivity` takes how much of the margin that decides.
+
+        Raises:
+            UnsupportedModelError: the model has a node without a rule.
+        """
+        bounded, x = self._bounded([inputs])
+        rows = self.row_bounds([inputs], [spec], "sensitivity")[0]
+        group = min(spec.groups, key=lambda g: float(rows[list(g)].max()))
+        row = max(group, key=lambda r: float(rows[r]))
+        found = self.graph(stock=False).propagate((bounded,))
+        a = spec.A[row : row + 1].to(x)[None]
+        with torch.no_grad():
+            shares = [(s.label, s.size, float(loss[0, 0])) for s, loss in found.shares(a)]
+            centre = float((a[0] @ found.output.centre.flatten(1).T)[0, 0]) - float(spec.b[row])
+        return Explanation(row=row, margin=float(rows[row]), centre=centre, shares=shares)
 
     def _finite_at(self, center: Tensor) -> bool:
         with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UnsupportedModelError
 from .forms import AffineForm, Groups
 from .rules import attention, relu
-from .sets import Ball
+from .sets import Ball, ErrorSet
 
 # Affine in their one perturbed input: the node's own forward maps the centre and all generators at once.
 LINEAR = {
@@ -62,6 +62,12 @@ class Propagation:
         low, high = self.groups.total(self.groups.ranges(generators, tight=True), centre)
         return centre + low, centre + high
 
+    def shares(self, a: Tensor) -> list[tuple[ErrorSet, Tensor]]:
+        """What each error set takes from the lower bounds of functionals: (set, (batch, rows)), in order."""
+        generators = self.output.generators.flatten(2) @ a.mT
+        ranges = self.groups.ranges(generators, tight=True)
+        return [(s, -low) for s, (low, _) in zip(self.groups.sets, ranges, strict=False)]
+
 
 class Domain:
     """Affine-form propagation over one auto_LiRPA graph; what depends on the model only is kept.
@@ -107,8 +113,8 @@ class Domain:
         groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps)
         uses = Counter(i.name for n in self.nodes for i in n.inputs)
         forms: dict[str, AffineForm] = {}
+        layers: Counter[str] = Counter()
         bounds: dict[str, tuple[Tensor, Tensor]] = {}
-        scores: dict[str, Any] = {}
         self.graph(centre)  # shapes and values of constants
         for node in self.nodes:
             kind = type(node).__name__
@@ -120,15 +126,17 @@ class Domain:
             elif not perturbed and kind not in ("BoundAttentionWeights", "BoundAttentionAverage"):
                 continue  # a constant
             elif kind == "BoundAttentionScores":
-                scores[node.name] = node  # the unit is bounded as one, at its average
-                continue
+                continue  # the unit is bounded as one, at its average
             elif kind == "BoundAttentionWeights":
                 continue
             elif kind == "BoundAttentionAverage":
-                forms[node.name] = self._attention(node, forms, groups, bounds)
+                layers["attention"] += 1
+                label = f"attention {layers['attention']}"
+                forms[node.name] = self._attention(node, forms, groups, bounds, label)
             elif kind == "BoundRelu":
+                layers["ReLU"] += 1
                 forms[node.name], bounds[node.inputs[0].name] = relu(
-                    forms[perturbed[0].name], groups, node.name
+                    forms[perturbed[0].name], groups, f"ReLU {layers['ReLU']}"
                 )
             elif kind == "BoundAdd" and len(perturbed) == 2:
                 forms[node.name] = forms[perturbed[0].name] + forms[perturbed[1].name]
@@ -176,6 +184,35 @@ class Domain:
         groups.add(Ball("input", generators.shape[1], norm, batch, centre))
         return AffineForm(out, generators)
 
+    def invariances(self) -> Tensor:
+        """Orthonormal basis of the input directions that the first linear layer sends to zero.
+
+        Returns:
+            (k, *input), float64; k may be 0.
+
+        Raises:
+            UnsupportedModelError: something else than one linear layer reads the input.
+        """
+        example = (
+            self.graph.global_input[0]
+            if isinstance(self.graph.global_input, tuple)
+            else self.graph.global_input
+        )
+        first = [
+            n for n in self.nodes if any(type(i).__name__ == "BoundInput" and i.from_input for i in n.inputs)
+        ]
+        if len(first) != 1 or type(first[0]).__name__ not in LINEAR:
+            raise UnsupportedModelError("invariances need a model whose input goes into one linear layer")
+        self.graph(example)
+        with torch.no_grad():
+            shape = example.shape[1:]
+            eye = torch.eye(shape.numel(), dtype=example.dtype).reshape(-1, *shape)
+            rest = [_value(i) for i in first[0].inputs[1:]]
+            w = (first[0].forward(eye, *rest) - first[0].forward(torch.zeros_like(eye[:1]), *rest)).flatten(1)
+        u, s, _ = torch.linalg.svd(w.double(), full_matrices=True)
+        rank = int((s > 1e-12 * s[0]).sum()) if len(s) else 0
+        return u[:, rank:].T.reshape(-1, *shape)
+
     def _linear(self, node: Any, forms: dict[str, AffineForm]) -> AffineForm:
         position = next(p for p, i in enumerate(node.inputs) if i.name in forms)
         rest = [None if p == position else _value(i) for p, i in enumerate(node.inputs)]
@@ -194,12 +231,13 @@ class Domain:
         forms: dict[str, AffineForm],
         groups: Groups,
         bounds: dict[str, tuple[Tensor, Tensor]],
+        label: str,
     ) -> AffineForm:
         scores_node, weights_node, value_node = node.inputs
         query, key = scores_node.inputs[:2]
         mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
         q, k, v = (_form(n, forms, groups) for n in (query, key, value_node))
-        output, found = attention(q, k, v, scores_node.scale, mask, groups, node.name)
+        output, found = attention(q, k, v, scores_node.scale, mask, groups, label)
         bounds[weights_node.name] = found
         return output
 
