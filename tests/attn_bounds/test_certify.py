@@ -30,7 +30,7 @@ from .small_models import DIGITS, digits, linear_model, relu_model, weights
 
 DUAL = {1.0: math.inf, 2.0: 2.0, math.inf: 1.0}
 NORMS = (1.0, 2.0, math.inf)
-OWN = ("ibp", "crown", "alpha-crown")
+OWN = ("ibp", "sensitivity", "crown", "alpha-crown")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_auto_is_as_good_as_its_stages_and_stops_when_one_suffices(vit: Verifier
     x, y = digits(1)
     easy = certify(vit, x[0], y[0], eps=0.005, method="auto")
     assert easy.verified  # type: ignore[union-attr]
-    assert [t["method"] for t in easy.tried] == ["attack", "ibp", "crown"]  # type: ignore[union-attr]
+    assert [t["method"] for t in easy.tried] == ["attack", "ibp", "sensitivity"]  # type: ignore[union-attr]
     ball, spec = vit.ball(x[0], 2, 0.25), vit.specification(y[0])
     hard = vit.certify_set(ball, spec, method="auto", attack=False)
     margins = [t["margin"] for t in hard.tried]

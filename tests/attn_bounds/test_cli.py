@@ -190,7 +190,7 @@ def test_compare(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
         4,
     )
     found = rows(*args)
-    methods = ["ibp", "crown", "alpha-crown", "stock-ibp", "stock-crown"]
+    methods = ["ibp", "sensitivity", "crown", "alpha-crown", "stock-ibp", "stock-crown"]
     assert [(r["index"], r["eps"], r["method"]) for r in found] == [
         (i, e, m) for i in (0, 1) for e in (0.01, 4.0) for m in methods
     ]
@@ -316,7 +316,20 @@ def test_help_needs_no_torch() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 @pytest.mark.parametrize("limit", [(), ("--timeout", 300)])
 def test_ctrl_c_is_quiet(files: Files, limit: tuple[object, ...]) -> None:
-    args = ["certify", DIGITS, "--data", DIGITS_DATA, "--eps", 0.003, "--method", "crown", "--json", *limit]
+    args = [
+        "certify",
+        DIGITS,
+        "--data",
+        DIGITS_DATA,
+        "--eps",
+        0.003,
+        "--method",
+        "crown",
+        "--json",
+        "--threads",
+        1,
+        *limit,
+    ]
     running = subprocess.Popen(
         [sys.executable, "-m", "attn_bounds.cli", *map(str, args)],
         stdout=subprocess.PIPE,

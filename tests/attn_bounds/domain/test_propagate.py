@@ -135,8 +135,8 @@ def test_box_in_ball_support_against_ascent(radius: float) -> None:
     loose, tight = s.range(w), s.tight_range(w)
     for f in range(4):
         e = torch.zeros(1, 5, dtype=torch.float64)
-        for step in range(4000):  # alternating projections converge to a point of the intersection
-            e = e + 0.05 * (1 - step / 4000) * w[:, :, f]
+        for step in range(1500):  # alternating projections converge to a point of the intersection
+            e = e + 0.05 * (1 - step / 1500) * w[:, :, f]
             for _ in range(20):
                 e = project(torch.maximum(torch.minimum(e, s.upper), s.lower), 2.0, radius)
         best = float((w[:, :, f] * e).sum())
