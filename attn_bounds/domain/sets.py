@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +93,24 @@ class BoxInBall(ErrorSet):
         return best
 
 
+class _RemainderData(NamedTuple):
+    """What `AttentionRemainder` keeps, in one dtype."""
+
+    values: Tensor
+    average: Tensor
+    rows: RowData
+    groups: list[tuple[Tensor, Tensor | None]]
+
+    def to(self, dtype: torch.dtype) -> _RemainderData:
+        """Rounded; radii grow by more than that, so that they stay bounds."""
+        grow = 1.0 + 8 * torch.finfo(dtype).eps
+        rows = RowData(*((t if i == 0 else t * grow).to(dtype) for i, t in enumerate(self.rows)))
+        groups = [
+            ((s * grow).to(dtype), None if g is None else (g * grow**2).to(dtype)) for s, g in self.groups
+        ]
+        return _RemainderData(self.values.to(dtype), self.average.to(dtype), rows, groups)
+
+
 class AttentionRemainder(ErrorSet):
     """Second-order remainder of one attention; symbols are its outputs, (heads, n, dv) flattened.
 
@@ -113,29 +132,32 @@ class AttentionRemainder(ErrorSet):
         rows: RowData,
         value_groups: list[tuple[Tensor, Tensor | None]],
     ) -> None:
-        self.label = label
-        self.values, self.average, self.rows = values, average, rows
-        self.value_groups = value_groups
-        self.size = average[0].numel()
+        self.label, self.size = label, average[0].numel()
+        # any row may be taken from values and average alike: small numbers lose less to rounding
+        middle = values.mean(2, keepdim=True)
+        self.exact = _RemainderData(values - middle, average - middle, rows, value_groups)
+        self.single = self.exact.to(torch.float32)
 
-    def _per_row(self, w: Tensor, levels: tuple[float, ...]) -> Range:
-        """Range per query row: (batch, k, F) → two of (batch, heads, n, F)."""
-        batch, heads, n, dv = self.average.shape
-        a = w.reshape(batch, heads, n, dv, -1).mT.to(self.values.dtype)  # (batch, heads, n, F, dv)
-        y = a @ self.values.unsqueeze(2).mT - a @ self.average.unsqueeze(-1)
-        p = self.rows.p.unsqueeze(-1)
-        sd_u = torch.zeros_like(y[..., 0])
-        for support, gram in self.value_groups:
-            best = ((a.abs() @ support.unsqueeze(2).mT).square() @ p).squeeze(-1)
+    def _range(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> Range:
+        values, average, rows, groups = data
+        batch, heads, n, dv = average.shape
+        a = w.reshape(batch, heads, n, dv, -1).mT.to(values.dtype)  # (batch, heads, n, F, dv)
+        y = a @ values.unsqueeze(2).mT - a @ average.unsqueeze(-1)
+        size = a.abs()
+        largest = torch.maximum(values.abs().amax((2, 3)), average.abs().amax((2, 3)))
+        error = 4 * dv * torch.finfo(y.dtype).eps * largest[:, :, None, None] * size.sum(-1)
+        p = rows.p.unsqueeze(-1)
+        sd_u = torch.zeros_like(error)
+        for support, gram in groups:
+            best = ((size @ support.unsqueeze(2).mT).square() @ p).squeeze(-1)
             if gram is not None:
                 best = torch.minimum(best, ((a @ gram) * a).sum(-1).clamp(min=0.0))
             sd_u = sd_u + best.sqrt()
-        return attention_remainder(y, sd_u, self.rows, levels)
+        low, high = attention_remainder(y, sd_u, rows, levels, error)
+        return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)
 
     def range(self, w: Tensor) -> Range:
-        low, high = self._per_row(w, FEW_LEVELS)
-        return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)
+        return self._range(w, self.single if w.dtype == torch.float32 else self.exact, FEW_LEVELS)
 
     def tight_range(self, w: Tensor) -> Range:
-        low, high = self._per_row(w, MANY_LEVELS)
-        return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)
+        return self._range(w, self.exact, MANY_LEVELS)

@@ -11,7 +11,7 @@ taken. The closed form of the curvature in `curvature_bound` is tighter than the
 (5) and (7): it needs the probabilities at the centre only, not their largest values on the segment.
 
 Shapes: (…, n, m) for scores and probabilities; F functionals of each query row stand before the keys,
-(…, n, F, m). float64 throughout.
+(…, n, F, m).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ FEW_LEVELS, MANY_LEVELS = (0.0, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def curvature_bound(
-    y: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS
+    y: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS, error: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Bounds κ⁻, κ⁺ of the curvature `Σ (p'_c − p_c) y_c − Σ p_c Δ_c y_c ∈ [−κ⁻, κ⁺]`.
 
@@ -100,6 +100,7 @@ def curvature_bound(
     Arguments:
         y: (…, n, F, m), values of the functionals per key, centred at the average: `Σ_c p_c y_c = 0`.
         levels: the τ to try, as parts of the largest g; each is valid.
+        error: (…, n, F) bound of the rounding error in y.
 
     Returns:
         two of (…, n, F).
@@ -109,6 +110,7 @@ def curvature_bound(
     slope = torch.minimum(rows.sd.unsqueeze(-1) * sd_y, (y.abs() @ (p * rows.r.unsqueeze(-1))).squeeze(-1))
     charge = (rows.p * psi(rows.r) * rows.r.square()).unsqueeze(-1)  # p φ(r)
     norm = rows.sd_psi.square().unsqueeze(-1)
+    slope = slope + error
 
     def one(signed: Tensor) -> Tensor:
         g = (signed + slope.unsqueeze(-1)).clamp(min=0.0)
@@ -127,7 +129,11 @@ def curvature_bound(
 
 
 def attention_remainder(
-    y: Tensor, sd_u: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS
+    y: Tensor,
+    sd_u: Tensor,
+    rows: RowData,
+    levels: tuple[float, ...] = MANY_LEVELS,
+    error: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Range of the remainder of the functionals, one value per query row.
 
@@ -141,8 +147,9 @@ def attention_remainder(
     Returns:
         lower, upper, (…, n, F) each.
     """
-    down, up = curvature_bound(y, rows, levels)
-    other = rows.sd_chi.unsqueeze(-1) * sd_u + (y.abs() @ (rows.p * rows.b).unsqueeze(-1)).squeeze(-1)
+    down, up = curvature_bound(y, rows, levels, error)
+    pb = (rows.p * rows.b).unsqueeze(-1)
+    other = rows.sd_chi.unsqueeze(-1) * sd_u + (y.abs() @ pb).squeeze(-1) + error * pb.sum(-2)
     return -(down + other), up + other
 
 
