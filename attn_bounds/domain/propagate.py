@@ -116,12 +116,16 @@ class Domain:
         layers: Counter[str] = Counter()
         bounds: dict[str, tuple[Tensor, Tensor]] = {}
         self.graph(centre)  # shapes and values of constants
+        entry = next(n for n in self.nodes if type(n).__name__ == "BoundInput")
+        alone = uses[entry.name] == 1  # then its only reader starts the pass, and may shrink an l2 ball
+        if not alone:
+            forms[entry.name] = self._input(centre, radius, norm, groups)
         for node in self.nodes:
             kind = type(node).__name__
             perturbed = [i for i in node.inputs if i.name in forms]
             if kind in ("BoundInput", "BoundShape"):
                 continue  # a shape is a constant
-            if node.inputs and type(node.inputs[0]).__name__ == "BoundInput" and len(groups.sets) == 0:
+            if alone and any(i is entry for i in node.inputs):
                 forms[node.name] = self._start(node, centre, radius, norm, groups)
             elif not perturbed and kind not in ("BoundAttentionWeights", "BoundAttentionAverage"):
                 continue  # a constant
@@ -144,15 +148,23 @@ class Domain:
                 forms[node.name] = self._linear(node, forms)
             else:
                 raise UnsupportedModelError(f"method sensitivity has no rule for {self.gap() or kind}")
-            for i in node.inputs:
+            unit = node.inputs[0].inputs if kind == "BoundAttentionAverage" else []
+            for i in (*node.inputs, *unit):
                 uses[i.name] -= 1
                 if uses[i.name] == 0 and i.name in forms:
                     del forms[i.name]
         return Propagation(forms[self.graph.final_name], groups, bounds)
 
+    def _input(self, centre: Tensor, radius: Tensor, norm: float, groups: Groups) -> AffineForm:
+        """The input itself: one symbol per entry."""
+        size = centre[0].numel()
+        eye = torch.eye(size, dtype=centre.dtype).reshape(1, size, *centre.shape[1:])
+        groups.add(Ball("input", size, norm, len(centre), centre))
+        return AffineForm(centre, eye * _per_symbol(radius, size, norm, centre.ndim))
+
     def _start(self, node: Any, centre: Tensor, radius: Tensor, norm: float, groups: Groups) -> AffineForm:
         """The first node, linear or the input box: an l2 ball shrinks to the layer's rank at no loss."""
-        batch, size = centre.shape[0], centre[0].numel()
+        size = centre[0].numel()
         if type(node).__name__ not in LINEAR:
             raise UnsupportedModelError(f"no rule for {type(node).__name__} directly on the input")
 
@@ -177,11 +189,8 @@ class Domain:
         matrix = self._first[node.name]
         if norm == 2.0:
             matrix = self._first.get(node.name + "/l2", matrix)
-        if norm != math.inf:
-            generators = matrix.unsqueeze(0) * radius.reshape(-1, 1, *[1] * (out.ndim - 1))
-        else:
-            generators = matrix.unsqueeze(0) * radius.flatten(1).reshape(batch, size, *[1] * (out.ndim - 1))
-        groups.add(Ball("input", generators.shape[1], norm, batch, centre))
+        generators = matrix.unsqueeze(0) * _per_symbol(radius, size, norm, out.ndim)
+        groups.add(Ball("input", generators.shape[1], norm, len(centre), centre))
         return AffineForm(out, generators)
 
     def invariances(self) -> Tensor:
@@ -235,20 +244,34 @@ class Domain:
     ) -> AffineForm:
         scores_node, weights_node, value_node = node.inputs
         query, key = scores_node.inputs[:2]
+        rank = len(scores_node.output_shape)
         mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
-        q, k, v = (_form(n, forms, groups) for n in (query, key, value_node))
-        output, found = attention(q, k, v, scores_node.scale, mask, groups, label)
-        bounds[weights_node.name] = found
-        return output
+        q, k, v = (_as_heads(_form(n, forms, groups, rank)) for n in (query, key, value_node))
+        output, (low, high) = attention(q, k, v, scores_node.scale, mask, groups, label)
+        shape = weights_node.output_shape[1:]
+        bounds[weights_node.name] = low.reshape(-1, *shape), high.reshape(-1, *shape)
+        return output.linear(lambda t: t.reshape(-1, *node.output_shape[1:]))
 
 
-def _form(node: Any, forms: dict[str, AffineForm], groups: Groups) -> AffineForm:
-    """The form of a node; a constant has no symbols."""
+def _per_symbol(radius: Tensor, size: int, norm: float, ndim: int) -> Tensor:
+    """Radii as a factor on generators (batch, size, …) of this rank plus one."""
+    return radius.reshape(-1, size if norm == math.inf else 1, *[1] * (ndim - 1))
+
+
+def _as_heads(form: AffineForm) -> AffineForm:
+    """(batch, …, n, d) → (batch, heads, n, d), with one head where there is no such dimension."""
+    n, d = form.centre.shape[-2:]
+    return form.linear(lambda t: t.reshape(len(t), -1, n, d))
+
+
+def _form(node: Any, forms: dict[str, AffineForm], groups: Groups, rank: int) -> AffineForm:
+    """The form of a node; a constant, which may lack the batch dimension, has no symbols."""
     if node.name in forms:
         return forms[node.name]
     like = next(iter(forms.values()))
     value = _value(node).to(like.centre)
-    value = value.expand(like.centre.shape[0], *value.shape[-3:])
+    value = value.reshape((1,) * (rank - value.ndim) + value.shape)
+    value = value.expand(like.centre.shape[0], *value.shape[1:])
     return AffineForm(value, value.new_zeros((value.shape[0], groups.sets[0].size, *value.shape[1:])))
 
 

@@ -14,6 +14,7 @@ from attn_bounds.domain.rules import relu
 from attn_bounds.domain.sets import Ball, BoxInBall
 from attn_bounds.errors import UnsupportedModelError
 from attn_bounds.module import BoundedModule
+from onnx_export import attention_average, attention_scores, attention_weights
 
 from ..contract import BoundContract, Case, Flat, bounds, project, smallest
 from ..operators.test_attention import Queries, SelfAttention, mask, tensor
@@ -216,3 +217,28 @@ def test_auto_leaves_sensitivity_out_where_it_has_no_rule() -> None:
     assert verifier.stages("auto") == ("ibp", "crown", "alpha-crown")
     result = verifier.certify_inputs([torch.tensor([1.0, 0.0, 0.0])], [0], norm=2.0, eps=0.1)[0]
     assert result.verified
+
+
+class ReadTwice(nn.Module):
+    """Several linear layers read the input directly, and nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(3):
+            self.register_buffer(f"w{i}", tensor(500 + i, 4, 4, scale=0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.matmul(x, getattr(self, f"w{i}")) for i in range(3))
+        scores = attention_scores(q, k, scale=0.5)
+        return attention_average(scores, attention_weights(scores), v) + torch.relu(v) + 0.5 * k
+
+
+class TestInputReadByManyNodes(BoundContract):
+    methods = ("sensitivity", "CROWN")
+
+    @staticmethod
+    def cases() -> list[Case]:
+        return [
+            Case("read twice", ReadTwice(), [tensor(510, 1, 3, 4)], [0], 0.3),
+            Case("eps 0", ReadTwice(), [tensor(511, 1, 3, 4)], [0], 0.0),
+        ]
