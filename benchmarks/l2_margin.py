@@ -59,7 +59,9 @@ def margin(job: tuple[str, float, str, int]) -> dict[str, Any]:
     if method == "attack":
         from attn_bounds import pgd
 
-        found = pgd(verifier.module, ball, spec, stop_early=False, restarts=20, steps=100)
+        found = pgd(
+            verifier.module, ball, spec, stop_early=False, restarts=20, steps=100, dtype=verifier.dtype
+        )
         return {"property": name, "radius": radius, "method": method, "margin": found.margin}
     start = time.perf_counter()
     verifier.row_bounds([ball], [spec], method)

@@ -99,7 +99,7 @@ def main() -> None:
         "--models", default="pgd,ibp", help="which models, by the first letters (default both)"
     )
     parser.add_argument(
-        "--methods", default="ibp,crown,alpha-crown,stock-ibp,stock-crown", help="comma separated"
+        "--methods", default="ibp,sensitivity,crown,alpha-crown,stock-ibp,stock-crown", help="comma separated"
     )
     parser.add_argument(
         "--sets", default=",".join(SETS), help="linf (the property) and l2:RADIUS, comma separated"
@@ -113,7 +113,10 @@ def main() -> None:
     from attn_bounds import lirpa
 
     out = args.out or ROOT / "benchmarks" / "results" / f"vit_compare-{lirpa.version()}.json"
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out.is_file() else []
+    before: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"rows": [], "commands": []}
+    rows: list[dict[str, Any]] = before["rows"]
+    command = "python benchmarks/vit_compare.py " + " ".join(sys.argv[1:])
+    commands = list(dict.fromkeys([*before.get("commands", []), command]))
     done = {(r["model"], r["property"], r["set"], r["method"]) for r in rows}
     jobs = []
     for line in (DATA / "instances.csv").read_text().split():
@@ -145,8 +148,7 @@ def main() -> None:
             flush=True,
         )
         out.parent.mkdir(exist_ok=True)
-        command = "python benchmarks/vit_compare.py " + " ".join(sys.argv[1:])
-        out.write_text(json.dumps({"command": command, "summary": summary(rows), "rows": rows}, indent=1))
+        out.write_text(json.dumps({"commands": commands, "summary": summary(rows), "rows": rows}, indent=1))
     for s in summary(rows):
         print(json.dumps(s))
 

@@ -84,7 +84,7 @@ class RowData(NamedTuple):
     sd_chi: Tensor
 
 
-FEW_LEVELS, MANY_LEVELS = (0.0, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+FEW_LEVELS, MANY_LEVELS = (0.0, 0.3, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def curvature_bound(
