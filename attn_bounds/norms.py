@@ -25,6 +25,10 @@ def gram_norm_upper(gram: Tensor) -> Tensor:
     rows = gram.shape[-1]
     if rows == 0:
         return gram.new_zeros(gram.shape[:-2])
+    finite = torch.isfinite(gram).all(-1).all(-1)
+    if not bool(finite.all()):  # LAPACK refuses them; such a matrix has no finite bound
+        safe = torch.where(finite[..., None, None], gram, torch.zeros_like(gram))
+        return torch.where(finite, gram_norm_upper(safe), torch.inf)
     size = gram.diagonal(dim1=-2, dim2=-1).sum(
         -1
     )  # the trace bounds every eigenvalue, and what rounding can do

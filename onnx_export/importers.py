@@ -23,6 +23,9 @@ from . import ops
 
 Function = Callable[..., Tensor]
 
+# A query with every key masked so far: float32 forgets the scores, and the result depends on the dtype.
+FULLY_MASKED = -1e4
+
 
 class Unsupported(Exception):
     """Raised by an importer: this node cannot be imported, with the reason."""
@@ -349,7 +352,7 @@ def attention_scores(ctx: Context) -> Function:
     mask = ctx.optional(2)
     if mask is None:
         return lambda q, k: ops.attention_scores(q, k, scale=scale)
-    if bool((mask <= -1e30).all(-1).any()):
+    if bool((mask <= FULLY_MASKED).all(-1).any()):
         raise Unsupported("the mask excludes every key of some query")
     # −inf would turn into NaN as soon as it is multiplied by a zero coefficient; e^−1e9 is 0 all the same.
     get = ctx.parameter(ctx.unbatched(mask).clamp(min=-1e9))

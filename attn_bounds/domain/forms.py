@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..norms import gram_norm_upper
+from ..norms import spectral_norm_upper
 from .sets import ErrorSet, Range
 
 SPECTRAL_SIZE = 1024  # a larger block is not worth its Gram matrix
@@ -27,6 +27,11 @@ class AffineForm:
     centre: Tensor
     generators: Tensor
 
+    def __post_init__(self) -> None:
+        # a constant may have broadcast the centre to a larger shape; the generators follow
+        if self.generators.shape[2:] != self.centre.shape[1:]:
+            self.generators = self.generators.expand(*self.generators.shape[:2], *self.centre.shape[1:])
+
     @property
     def symbols(self) -> int:
         return self.generators.shape[1]
@@ -39,13 +44,17 @@ class AffineForm:
         zeros = self.generators.new_zeros((self.generators.shape[0], missing, *self.centre.shape[1:]))
         return torch.cat([self.generators, zeros], 1)
 
-    def linear(self, f: Callable[[Tensor], Tensor]) -> AffineForm:
-        """Image under an affine map (rows, *shape) → (rows, *out), of all generators at once."""
+    def linear(
+        self, f: Callable[[Tensor], Tensor], homogeneous: Callable[[Tensor], Tensor] | None = None
+    ) -> AffineForm:
+        """Image under an affine map (rows, *shape) → (rows, *out), of all generators at once.
+
+        homogeneous: the map without its constant; default f itself. `f(g) − f(0)` would not do: a small
+        generator is lost in a large constant.
+        """
         batch, symbols = self.generators.shape[:2]
-        out, offset = f(torch.cat([self.centre, torch.zeros_like(self.centre[:1])])).split([batch, 1])
-        generators = f(self.generators.flatten(0, 1))
-        if bool((offset != 0).any()):
-            generators = generators - offset
+        out = f(self.centre)
+        generators = (homogeneous or f)(self.generators.flatten(0, 1))
         return AffineForm(out, generators.reshape(batch, symbols, *out.shape[1:]))
 
     def __add__(self, other: AffineForm) -> AffineForm:
@@ -117,8 +126,7 @@ class Groups:
         for (s, w), support in zip(self.parts(generators), supports, strict=True):
             best = torch.linalg.vector_norm(support * weight, dim=1)
             if s.radius is not None and min(w.shape[1:]) <= SPECTRAL_SIZE:
-                m = w * weight.unsqueeze(1)
-                m = m if m.shape[1] <= m.shape[2] else m.mT
-                best = torch.minimum(best, self.growth * s.radius * gram_norm_upper(m @ m.mT).sqrt())
+                norm = spectral_norm_upper(w * weight.unsqueeze(1))
+                best = torch.minimum(best, self.growth * s.radius * norm)
             total = total + best
         return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,22 @@ LINEAR = {
 }
 
 
-ATTENTION = {"BoundAttentionScores", "BoundAttentionWeights", "BoundAttentionAverage"}
+SCORES, WEIGHTS, AVERAGE = "BoundAttentionScores", "BoundAttentionWeights", "BoundAttentionAverage"
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__
+
+
+def _reads(node: Any) -> list[Any]:
+    """The nodes whose forms a node reads; an attention unit reads them at its average."""
+    kind = _kind(node)
+    if kind in (SCORES, WEIGHTS):
+        return []
+    if kind == AVERAGE:
+        scores, _, value = node.inputs
+        return [*scores.inputs, value]
+    return list(node.inputs)
 
 
 @dataclass
@@ -83,19 +99,35 @@ class Domain:
 
     def gap(self) -> str:
         """The first node without a rule, in words; "" if the whole graph can be bounded."""
-        moving: set[str] = set()
+        entries = [n for n in self.nodes if _kind(n) == "BoundInput"]
+        if len(entries) != 1:
+            return f"{len(entries)} inputs"
+        moving = {entries[0].name}
         for node in self.nodes:
-            kind = type(node).__name__
-            inputs = [i.name for i in node.inputs if i.name in moving]
-            if kind == "BoundInput" and node.from_input:
-                moving.add(node.name)
-            if not inputs or kind == "BoundShape":
+            inputs = [i for i in node.inputs if i.name in moving]
+            if not inputs or _kind(node) == "BoundShape":
                 continue
             moving.add(node.name)
-            single = kind in LINEAR or kind == "BoundRelu"
-            if not (kind in ATTENTION or (single and len(inputs) == 1) or kind == "BoundAdd"):
-                return f"{kind} at {node.name}, shape {tuple(node.output_shape)}"
+            if not self._has_rule(node, inputs):
+                return f"{_kind(node)} at {node.name}, shape {tuple(node.output_shape)}"
         return ""
+
+    def _has_rule(self, node: Any, inputs: list[Any]) -> bool:
+        """Whether there is a rule for a node whose `inputs` depend on the network's input."""
+        kind = _kind(node)
+        if kind == SCORES:
+            return all(_kind(i) not in (SCORES, WEIGHTS) for i in inputs)
+        if kind == WEIGHTS:
+            return _kind(node.inputs[0]) == SCORES
+        if kind == AVERAGE:
+            scores, weights, value = node.inputs
+            unit = _kind(scores) == SCORES and _kind(weights) == WEIGHTS and weights.inputs[0] is scores
+            return unit and _kind(value) not in (SCORES, WEIGHTS)
+        if any(_kind(i) in (SCORES, WEIGHTS) for i in inputs):
+            return False  # they have no form of their own
+        if kind == "BoundAdd":
+            return True
+        return len(inputs) == 1 and (kind in LINEAR or kind == "BoundRelu")
 
     def run(self, centre: Tensor, norm: float, radius: Tensor) -> Propagation:
         """Propagate a batch of balls or boxes.
@@ -111,45 +143,41 @@ class Domain:
         dtype = centre.dtype
         # rounding of generators that are sums of products of up to a few thousand terms
         groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps)
-        uses = Counter(i.name for n in self.nodes for i in n.inputs)
+        if gap := self.gap():
+            raise UnsupportedModelError(f"method sensitivity has no rule for {gap}")
+        uses = Counter(i.name for n in self.nodes for i in _reads(n))
         forms: dict[str, AffineForm] = {}
         layers: Counter[str] = Counter()
         bounds: dict[str, tuple[Tensor, Tensor]] = {}
         self.graph(centre)  # shapes and values of constants
-        entry = next(n for n in self.nodes if type(n).__name__ == "BoundInput")
+        entry = next(n for n in self.nodes if _kind(n) == "BoundInput")
         alone = uses[entry.name] == 1  # then its only reader starts the pass, and may shrink an l2 ball
         if not alone:
             forms[entry.name] = self._input(centre, radius, norm, groups)
+        moving = {entry.name}
         for node in self.nodes:
-            kind = type(node).__name__
-            perturbed = [i for i in node.inputs if i.name in forms]
-            if kind in ("BoundInput", "BoundShape"):
-                continue  # a shape is a constant
-            if alone and any(i is entry for i in node.inputs):
-                forms[node.name] = self._start(node, centre, radius, norm, groups)
-            elif not perturbed and kind not in ("BoundAttentionWeights", "BoundAttentionAverage"):
-                continue  # a constant
-            elif kind == "BoundAttentionScores":
+            kind = _kind(node)
+            if kind in ("BoundInput", "BoundShape") or not any(i.name in moving for i in node.inputs):
+                continue  # a constant, as a shape is
+            moving.add(node.name)
+            if kind in (SCORES, WEIGHTS):
                 continue  # the unit is bounded as one, at its average
-            elif kind == "BoundAttentionWeights":
-                continue
-            elif kind == "BoundAttentionAverage":
+            perturbed = [i for i in node.inputs if i.name in forms]
+            if alone and any(i is entry for i in node.inputs):
+                forms[node.name] = self._start(node, entry, centre, radius, norm, groups)
+            elif kind == AVERAGE:
                 layers["attention"] += 1
                 label = f"attention {layers['attention']}"
-                forms[node.name] = self._attention(node, forms, groups, bounds, label)
+                forms[node.name] = self._attention(node, forms, moving, groups, bounds, label)
             elif kind == "BoundRelu":
                 layers["ReLU"] += 1
-                forms[node.name], bounds[node.inputs[0].name] = relu(
-                    forms[perturbed[0].name], groups, f"ReLU {layers['ReLU']}"
-                )
-            elif kind == "BoundAdd" and len(perturbed) == 2:
+                label = f"ReLU {layers['ReLU']}"
+                forms[node.name], bounds[node.inputs[0].name] = relu(forms[perturbed[0].name], groups, label)
+            elif len(perturbed) == 2:
                 forms[node.name] = forms[perturbed[0].name] + forms[perturbed[1].name]
-            elif kind in LINEAR and len(perturbed) == 1:
-                forms[node.name] = self._linear(node, forms)
             else:
-                raise UnsupportedModelError(f"method sensitivity has no rule for {self.gap() or kind}")
-            unit = node.inputs[0].inputs if kind == "BoundAttentionAverage" else []
-            for i in (*node.inputs, *unit):
+                forms[node.name] = self._linear(node, forms)
+            for i in _reads(node):
                 uses[i.name] -= 1
                 if uses[i.name] == 0 and i.name in forms:
                     del forms[i.name]
@@ -162,29 +190,19 @@ class Domain:
         groups.add(Ball("input", size, norm, len(centre), centre))
         return AffineForm(centre, eye * _per_symbol(radius, size, norm, centre.ndim))
 
-    def _start(self, node: Any, centre: Tensor, radius: Tensor, norm: float, groups: Groups) -> AffineForm:
+    def _start(
+        self, node: Any, entry: Any, centre: Tensor, radius: Tensor, norm: float, groups: Groups
+    ) -> AffineForm:
         """The first node, linear or the input box: an l2 ball shrinks to the layer's rank at no loss."""
         size = centre[0].numel()
-        if type(node).__name__ not in LINEAR:
-            raise UnsupportedModelError(f"no rule for {type(node).__name__} directly on the input")
-
-        def f(x: Tensor) -> Tensor:
-            rest = [_value(i) for i in node.inputs[1:]]
-            return node.forward(x, *rest)
-
+        f, homogeneous = _maps(node, node.inputs.index(entry))
         if node.name not in self._first:
-            shape = centre.shape[1:]
-            eye = torch.eye(size, dtype=centre.dtype).reshape(size, *shape)
-            offset = f(torch.zeros_like(centre[:1]))
-            self._first[node.name] = f(eye) - offset
-            w = self._first[node.name].flatten(1)
-            if w.shape[1] < size:  # W = U diag(s) Zᵀ: the image of a ball is that of a ball of s symbols
-                u, s, _ = torch.linalg.svd(w.double().T, full_matrices=False)
-                keep = s > 1e-14 * s[0]
-                factor = (u[:, keep] * s[keep]).T
-                self._first[node.name + "/l2"] = factor.reshape(-1, *self._first[node.name].shape[1:]).to(
-                    w.dtype
-                )
+            matrix = homogeneous(torch.eye(size, dtype=centre.dtype).reshape(size, *centre.shape[1:]))
+            self._first[node.name] = matrix
+            if matrix[0].numel() < size:  # W = U diag(s) Zᵀ: the image of a ball is that of a smaller ball
+                u, s, _ = torch.linalg.svd(matrix.flatten(1).double().T, full_matrices=False)
+                factor = (u * s).T.reshape(-1, *matrix.shape[1:])
+                self._first[node.name + "/l2"] = factor.to(matrix.dtype)
         out = f(centre)
         matrix = self._first[node.name]
         if norm == 2.0:
@@ -207,37 +225,28 @@ class Domain:
             if isinstance(self.graph.global_input, tuple)
             else self.graph.global_input
         )
-        first = [
-            n for n in self.nodes if any(type(i).__name__ == "BoundInput" and i.from_input for i in n.inputs)
-        ]
-        if len(first) != 1 or type(first[0]).__name__ not in LINEAR:
+        entry = next(n for n in self.nodes if _kind(n) == "BoundInput")
+        first = [n for n in self.nodes if any(i is entry for i in n.inputs)]
+        if len(first) != 1 or _kind(first[0]) not in LINEAR:
             raise UnsupportedModelError("invariances need a model whose input goes into one linear layer")
         self.graph(example)
         with torch.no_grad():
             shape = example.shape[1:]
             eye = torch.eye(shape.numel(), dtype=example.dtype).reshape(-1, *shape)
-            rest = [_value(i) for i in first[0].inputs[1:]]
-            w = (first[0].forward(eye, *rest) - first[0].forward(torch.zeros_like(eye[:1]), *rest)).flatten(1)
+            w = _maps(first[0], first[0].inputs.index(entry))[1](eye).flatten(1)
         u, s, _ = torch.linalg.svd(w.double(), full_matrices=True)
         rank = int((s > 1e-12 * s[0]).sum()) if len(s) else 0
         return u[:, rank:].T.reshape(-1, *shape)
 
     def _linear(self, node: Any, forms: dict[str, AffineForm]) -> AffineForm:
         position = next(p for p, i in enumerate(node.inputs) if i.name in forms)
-        rest = [None if p == position else _value(i) for p, i in enumerate(node.inputs)]
-        form = forms[node.inputs[position].name]
-        if type(node).__name__ == "BoundAdd":
-            return AffineForm(form.centre + _value(node.inputs[1 - position]), form.generators)
-
-        def f(x: Tensor) -> Tensor:
-            return node.forward(*[x if p == position else r for p, r in enumerate(rest)])
-
-        return form.linear(f)
+        return forms[node.inputs[position].name].linear(*_maps(node, position))
 
     def _attention(
         self,
         node: Any,
         forms: dict[str, AffineForm],
+        moving: set[str],
         groups: Groups,
         bounds: dict[str, tuple[Tensor, Tensor]],
         label: str,
@@ -246,7 +255,7 @@ class Domain:
         query, key = scores_node.inputs[:2]
         rank = len(scores_node.output_shape)
         mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
-        q, k, v = (_as_heads(_form(n, forms, groups, rank)) for n in (query, key, value_node))
+        q, k, v = (_as_heads(_form(n, forms, moving, groups, rank)) for n in (query, key, value_node))
         output, (low, high) = attention(q, k, v, scores_node.scale, mask, groups, label)
         shape = weights_node.output_shape[1:]
         bounds[weights_node.name] = low.reshape(-1, *shape), high.reshape(-1, *shape)
@@ -264,10 +273,30 @@ def _as_heads(form: AffineForm) -> AffineForm:
     return form.linear(lambda t: t.reshape(len(t), -1, n, d))
 
 
-def _form(node: Any, forms: dict[str, AffineForm], groups: Groups, rank: int) -> AffineForm:
+def _maps(node: Any, position: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """A linear node as a map of its input at this position, with and without the constant that it adds."""
+    kind = _kind(node)
+    values = [None if p == position else _value(i) for p, i in enumerate(node.inputs)]
+    # inputs that are added to the result, not multiplied with the data
+    added = {"BoundLinear": [2], "BoundConv": [2], "BoundAdd": [0, 1], "BoundSub": [0, 1]}.get(kind, [])
+    if kind == "BoundConcat":
+        added = list(range(len(values)))
+    zeros = [torch.zeros_like(v) if p in added and isinstance(v, Tensor) else v for p, v in enumerate(values)]
+
+    def f(x: Tensor) -> Any:
+        return node.forward(*[x if p == position else v for p, v in enumerate(values)])
+
+    def homogeneous(x: Tensor) -> Any:
+        return node.forward(*[x if p == position else v for p, v in enumerate(zeros)])
+
+    return f, homogeneous
+
+
+def _form(node: Any, forms: dict[str, AffineForm], moving: set[str], groups: Groups, rank: int) -> AffineForm:
     """The form of a node; a constant, which may lack the batch dimension, has no symbols."""
     if node.name in forms:
         return forms[node.name]
+    assert node.name not in moving, f"the form of {node.name} was given up too early"
     like = next(iter(forms.values()))
     value = _value(node).to(like.centre)
     value = value.reshape((1,) * (rank - value.ndim) + value.shape)

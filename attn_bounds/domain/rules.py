@@ -39,6 +39,8 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     low_d, high_d = groups.total(ranges, x.centre)
     low, high = x.centre + low_d, x.centre + high_d
     at = x.centre.clamp(min=0.0)
+    # a range that is not finite must not pass for a stable neuron: NaN then reaches the final bound
+    known = torch.isfinite(low) & torch.isfinite(high)
     unstable = (low < 0) & (high > 0)
     width = (high - low).clamp(min=torch.finfo(low.dtype).tiny)
     slope = torch.where(unstable, high / width, (low >= 0).to(low.dtype))
@@ -51,6 +53,7 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     to_low = (-at / low_d.clamp(max=-1e-30) - slope).abs()
     to_high = ((high - at) / high_d.clamp(min=1e-30) - slope).abs()
     kappa = torch.maximum(torch.maximum(to_low, to_high), (own - slope).abs())
+    slope = torch.where(known, slope, torch.nan)
     output = AffineForm(at, x.generators * slope.unsqueeze(1))
     index = unstable.flatten(1).any(0).nonzero().squeeze(1)
     if len(index) == 0:
@@ -98,6 +101,15 @@ def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups
     return low - size * entry, high + size * entry
 
 
+def _factor(gram: Tensor) -> Tensor:
+    """L with L Lᵀ ≥ gram for positive semidefinite matrices, (…, d, d): no cancellation in ‖aL‖."""
+    finite = torch.isfinite(gram).all(-1).all(-1)[..., None, None]
+    values, vectors = torch.linalg.eigh(torch.where(finite, gram, torch.zeros_like(gram)))
+    error = 16 * gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:].clamp(min=0.0)
+    factor = vectors * (values.clamp(min=0.0) + error).sqrt().unsqueeze(-2)
+    return torch.where(finite, factor, torch.inf)
+
+
 def attention(
     q: AffineForm, k: AffineForm, v: AffineForm, scale: float, mask: Tensor | None, groups: Groups, label: str
 ) -> tuple[AffineForm, tuple[Tensor, Tensor]]:
@@ -113,9 +125,8 @@ def attention(
     dtype = q.centre.dtype
     symbols = max(q.symbols, k.symbols)
     # scores: linear part, and the bilinear remainder with its midpoint moved into the centre
-    linear = scale * (
-        q.padded(symbols) @ k.centre.unsqueeze(1).mT + q.centre.unsqueeze(1) @ k.padded(symbols).mT
-    )
+    keys = k.centre - k.centre.mean(-2, keepdim=True)  # what all keys share moves no probability
+    linear = scale * (q.padded(symbols) @ keys.unsqueeze(1).mT + q.centre.unsqueeze(1) @ k.padded(symbols).mT)
     b_low, b_high = _scores_remainder(q, k, scale, groups)
     centre = scale * (q.centre.double() @ k.centre.double().mT) + (b_low + b_high) / 2
     if mask is not None:
@@ -142,7 +153,7 @@ def attention(
     b_norm = ((p * b.square()).sum(-1)).minimum(2.0 * (p * (1.0 - p) * b.square()).sum(-1)).sqrt()
 
     def deviation(factor: Tensor) -> Tensor:
-        weight = p * factor
+        weight = torch.where(p > 0, p * factor, torch.zeros_like(p))
         whole = weighted_deviation(grams, torch.stack(supports), weight) + factor.amax(-1).sqrt() * b_norm
         return torch.minimum(whole, (weight * r.square()).sum(-1).sqrt())
 
@@ -166,7 +177,7 @@ def attention(
             rows = w.reshape(w.shape[0], -1, *v.centre.shape[1:]).double()
             gram = torch.einsum("bzhcd,bzhce->bhcde", rows, rows)
             gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
-            form = torch.einsum("bhnc,bhcde->bhnde", p, gram)
+            form = _factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
         value_groups.append((support.double(), form))
     start = groups.add(AttentionRemainder(label, v_c, average, row_data, value_groups))
     index = torch.arange(average[0].numel())

@@ -83,13 +83,19 @@ class BoxInBall(ErrorSet):
     def _scan(self, w: Tensor, best: Tensor) -> Tensor:
         # e = clamp(w / 2μ) maximises the Lagrangian wᵀe − μ‖e‖²; weak duality makes any μ > 0 a valid bound
         assert self.radius is not None
-        up, low = self.upper.unsqueeze(2), self.lower.unsqueeze(2)
-        scale = torch.linalg.vector_norm(w, 2, dim=1) / self.radius.unsqueeze(1).clamp(min=1e-300)
+        dtype, w = w.dtype, w.double()
+        up, low, radius = (
+            self.upper.double().unsqueeze(2),
+            self.lower.double().unsqueeze(2),
+            self.radius.double(),
+        )
+        scale = torch.linalg.vector_norm(w, 2, dim=1) / radius.unsqueeze(1).clamp(min=1e-300)
         for factor in torch.logspace(-3, 0.5, 24, dtype=w.dtype):
             mu = (factor * scale / 2).clamp(min=1e-300).unsqueeze(1)
             e = torch.minimum(torch.maximum(w / (2 * mu), low), up)
-            dual = (w * e - mu * e.square()).sum(1) + mu.squeeze(1) * self.radius.unsqueeze(1).square()
-            best = torch.minimum(best, dual)
+            dual = (w * e - mu * e.square()).sum(1) + mu.squeeze(1) * radius.unsqueeze(1).square()
+            # an empty ball or no symbol in use gives NaN here, and `best` is 0 already
+            best = torch.minimum(best, dual.to(dtype).nan_to_num(nan=torch.inf))
         return best
 
 
@@ -105,9 +111,7 @@ class _RemainderData(NamedTuple):
         """Rounded; radii grow by more than that, so that they stay bounds."""
         grow = 1.0 + 8 * torch.finfo(dtype).eps
         rows = RowData(*((t if i == 0 else t * grow).to(dtype) for i, t in enumerate(self.rows)))
-        groups = [
-            ((s * grow).to(dtype), None if g is None else (g * grow**2).to(dtype)) for s, g in self.groups
-        ]
+        groups = [((s * grow).to(dtype), None if f is None else (f * grow).to(dtype)) for s, f in self.groups]
         return _RemainderData(self.values.to(dtype), self.average.to(dtype), rows, groups)
 
 
@@ -120,8 +124,8 @@ class AttentionRemainder(ErrorSet):
         values: (batch, heads, m, dv) at the centre. average: (batch, heads, n, dv) output at the centre.
         rows: `RowData`, (batch, heads, n, m).
         value_groups: per group of symbols that V depends on, (bound of each |dV|, (batch, heads, m, dv), and
-            `ρ² Σ_c p̄_c V_c V_cᵀ`, (batch, heads, n, dv, dv), where the group lies in a ball of radius ρ, else
-            None), for eq. (8).
+            a factor L of `ρ² Σ_c p_c V_c V_cᵀ = L Lᵀ`, (batch, heads, n, dv, dv), where the group lies in a
+            ball of radius ρ, else None), for the deviation of u.
     """
 
     def __init__(
@@ -147,13 +151,14 @@ class AttentionRemainder(ErrorSet):
         largest = torch.maximum(values.abs().amax((2, 3)), average.abs().amax((2, 3)))
         error = 4 * dv * torch.finfo(y.dtype).eps * largest[:, :, None, None] * size.sum(-1)
         p = rows.p.unsqueeze(-1)
-        sd_u = torch.zeros_like(error)
-        for support, gram in groups:
-            best = ((size @ support.unsqueeze(2).mT).square() @ p).squeeze(-1)
-            if gram is not None:
-                best = torch.minimum(best, ((a @ gram) * a).sum(-1).clamp(min=0.0))
-            sd_u = sd_u + best.sqrt()
-        low, high = attention_remainder(y, sd_u, rows, levels, error)
+        sd_u, top_u = torch.zeros_like(error), torch.zeros_like(error)
+        for support, factor in groups:
+            u = size @ support.unsqueeze(2).mT
+            best = (u.square() @ p).squeeze(-1).sqrt()
+            if factor is not None:
+                best = torch.minimum(best, torch.linalg.vector_norm(a @ factor, dim=-1))
+            sd_u, top_u = sd_u + best, top_u + u.amax(-1)
+        low, high = attention_remainder(y, sd_u, top_u, rows, levels, error)
         return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)
 
     def range(self, w: Tensor) -> Range:

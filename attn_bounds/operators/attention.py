@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..lirpa import BoundOptimizableActivation, LinearBound
 from ..sensitivity.bilinear import product_lower_plane, product_range
 from ..sensitivity.softmax import (
@@ -31,6 +32,8 @@ from ..sensitivity.softmax import (
     softmax_planes,
     weights_lower_plane,
 )
+
+FULLY_MASKED = -1e4  # as in onnx_export: float32 forgets the scores under such a mask
 
 
 def _box(node: Any) -> tuple[Tensor, Tensor]:
@@ -189,6 +192,8 @@ class BoundAttentionScores(BoundAttentionOperator):
         self.requires_input_bounds = [0, 1]
 
     def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None and bool((mask.amax(-1) <= FULLY_MASKED).any()):
+            raise InputError("the mask of an attention excludes every key of some query")
         scores = self.scale * (q @ k.mT)
         return scores if mask is None else scores + mask
 

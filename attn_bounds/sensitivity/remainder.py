@@ -39,6 +39,8 @@ def bilinear_range_of_ball(gram_q: Tensor, gram_k: Tensor, cross: Tensor) -> tup
     top = torch.cat([gram_q, cross], -1)
     bottom = torch.cat([cross.mT, gram_k], -1)
     gamma = torch.cat([top, bottom], -2)
+    finite = torch.isfinite(gamma).all(-1).all(-1)
+    gamma = torch.where(finite[..., None, None], gamma, torch.zeros_like(gamma))
     values, vectors = torch.linalg.eigh(gamma)
     half = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)  # Γ = half halfᵀ
     dk = gram_q.shape[-1]
@@ -47,7 +49,8 @@ def bilinear_range_of_ball(gram_q: Tensor, gram_k: Tensor, cross: Tensor) -> tup
     extremes = torch.linalg.eigvalsh((form + form.mT) / 2)
     size = gamma.diagonal(dim1=-2, dim2=-1).sum(-1)
     slack = 64.0 * dk * torch.finfo(gamma.dtype).eps * size
-    return (extremes[..., 0].clamp(max=0.0) - slack), (extremes[..., -1].clamp(min=0.0) + slack)
+    low, high = extremes[..., 0].clamp(max=0.0) - slack, extremes[..., -1].clamp(min=0.0) + slack
+    return torch.where(finite, low, -torch.inf), torch.where(finite, high, torch.inf)
 
 
 def psi(r: Tensor) -> Tensor:
@@ -110,7 +113,7 @@ def curvature_bound(
     slope = torch.minimum(rows.sd.unsqueeze(-1) * sd_y, (y.abs() @ (p * rows.r.unsqueeze(-1))).squeeze(-1))
     charge = (rows.p * psi(rows.r) * rows.r.square()).unsqueeze(-1)  # p φ(r)
     norm = rows.sd_psi.square().unsqueeze(-1)
-    slope = slope + error
+    slope = slope + error * (1.0 + rows.sd.unsqueeze(-1))
 
     def one(signed: Tensor) -> Tensor:
         g = (signed + slope.unsqueeze(-1)).clamp(min=0.0)
@@ -131,6 +134,7 @@ def curvature_bound(
 def attention_remainder(
     y: Tensor,
     sd_u: Tensor,
+    top_u: Tensor,
     rows: RowData,
     levels: tuple[float, ...] = MANY_LEVELS,
     error: Tensor | float = 0.0,
@@ -143,13 +147,15 @@ def attention_remainder(
     Arguments:
         y: (…, n, F, m) as in `curvature_bound`.
         sd_u: (…, n, F) bound of `√(Σ p_c u_c²)`, `u_c = Σ_j a_j dV_cj`.
+        top_u: (…, n, F) bound of `max |u_c|`; the cross term is at most twice that.
 
     Returns:
         lower, upper, (…, n, F) each.
     """
     down, up = curvature_bound(y, rows, levels, error)
     pb = (rows.p * rows.b).unsqueeze(-1)
-    other = rows.sd_chi.unsqueeze(-1) * sd_u + (y.abs() @ pb).squeeze(-1) + error * pb.sum(-2)
+    cross = torch.minimum((rows.sd_chi.unsqueeze(-1) * sd_u).nan_to_num(nan=torch.inf), 2.0 * top_u)
+    other = cross + (y.abs() @ pb).squeeze(-1) + error * pb.sum(-2)
     return -(down + other), up + other
 
 
@@ -166,7 +172,7 @@ def weighted_deviation(grams: list[Tensor], supports: Tensor, weight: Tensor) ->
     Returns:
         (…, n).
     """
-    root = weight.sqrt()
+    root = weight.sqrt()  # infinite where ψ or χ overflow: the sum then is, too
     total = torch.zeros_like(weight[..., 0])
     for i, support in enumerate(supports):
         best = (root * support).square().sum(-1).sqrt()

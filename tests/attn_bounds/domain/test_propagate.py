@@ -12,9 +12,9 @@ from attn_bounds import lirpa
 from attn_bounds.domain.forms import AffineForm, Groups
 from attn_bounds.domain.rules import relu
 from attn_bounds.domain.sets import Ball, BoxInBall
-from attn_bounds.errors import UnsupportedModelError
+from attn_bounds.errors import InputError, UnsupportedModelError
 from attn_bounds.module import BoundedModule
-from onnx_export import attention_average, attention_scores, attention_weights
+from onnx_export import attention, attention_average, attention_scores, attention_weights
 
 from ..contract import BoundContract, Case, Flat, bounds, project, smallest
 from ..operators.test_attention import Queries, SelfAttention, mask, tensor
@@ -242,3 +242,143 @@ class TestInputReadByManyNodes(BoundContract):
             Case("read twice", ReadTwice(), [tensor(510, 1, 3, 4)], [0], 0.3),
             Case("eps 0", ReadTwice(), [tensor(511, 1, 3, 4)], [0], 0.0),
         ]
+
+
+class Heads(nn.Module):
+    """Scores and weights of one attention, put to the use that a subclass names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, name in enumerate(("first", "wq", "wk", "wv", "wu")):
+            self.register_buffer(name, tensor(600 + i, 4, 4))
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        n = x.shape[1]
+        x = torch.matmul(x, self.first)
+        q, k, v, u = (
+            torch.matmul(x, w).reshape(-1, n, 2, 2).permute(0, 2, 1, 3)
+            for w in (self.wq, self.wk, self.wv, self.wu)
+        )
+        return attention_scores(q, k, scale=0.7), v, u, q
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class TwoAverages(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, v, u, q = self.parts(x)
+        weights = attention_weights(scores)
+        both = attention_average(scores, weights, v) + attention_average(scores, weights, u) + q
+        return both.mean(2).reshape(-1, 4)
+
+
+class WeightsUsed(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, v, _, _ = self.parts(x)
+        weights = attention_weights(scores)
+        average = attention_average(scores, weights, v)
+        return average.mean(2).reshape(-1, 4) + torch.matmul(weights.mean(1), self.wv[:3]).mean(1)
+
+
+class ScoresUsed(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, v, _, _ = self.parts(x)
+        average = attention_average(scores, attention_weights(scores), v)
+        return average.mean(2).reshape(-1, 4) + torch.matmul(scores.mean(1), self.wv[:3]).mean(1)
+
+
+class Broadcast(nn.Module):
+    """One token plus a table of positions: the constant makes the tensor larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", tensor(620, 4, 4))
+        self.register_buffer("positions", tensor(621, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(torch.matmul(x, self.w) + self.positions).sum(1)
+
+
+class TestUnusualGraphs(BoundContract):
+    methods = ("sensitivity",)
+
+    @staticmethod
+    def cases() -> list[Case]:
+        return [
+            Case("scores shared by two averages", TwoAverages(), [tensor(630, 1, 3, 4)], [0], 0.05),
+            Case("constant that broadcasts", Broadcast(), [tensor(631, 1, 1, 4)], [0], 0.3),
+        ]
+
+
+@pytest.mark.parametrize("module", [WeightsUsed(), ScoresUsed()])
+def test_scores_used_elsewhere_are_refused(module: nn.Module) -> None:
+    """They have no form of their own, and must not pass for constants."""
+    case = Case("used", module, [tensor(640, 1, 3, 4)], [0], 0.1)
+    with pytest.raises(UnsupportedModelError, match="no rule"):
+        bounds(case, tensor(641, 2, 4), 2.0, "sensitivity")
+
+
+class ClassToken(nn.Module):
+    """Reads one token; the scores of the others are enormous, and float32 factors overflow."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        for i, name in enumerate(("wq", "wk", "wv", "w1", "w2")):
+            self.register_buffer(name, tensor(650 + i, 4, 4))
+        gain = torch.ones(3, 1, dtype=torch.float64)
+        gain[1:] = size
+        self.register_buffer("gain", gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.matmul(x, w).unsqueeze(1) for w in (self.wq * 1.0, self.wk, self.wv))
+        o = attention(q * self.gain, k * self.gain, v, scale=0.5).squeeze(1)
+        return torch.matmul(torch.relu(torch.matmul(o, self.w1)), self.w2)[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [3.0, 30.0, 300.0])
+def test_overflow_is_never_a_bound(dtype: torch.dtype, size: float) -> None:
+    """A range that is not finite must not pass for a stable neuron."""
+    case = Case("overflow", ClassToken(size), [tensor(660, 1, 3, 4)], [0], 0.3)
+    c = torch.eye(4, dtype=torch.float64)[:3]
+    for norm in (2.0, math.inf):
+        low, high = bounds(case, c, norm, "sensitivity", dtype)
+        room = 1e-4 * (1 + low.abs())
+        assert (low.isnan() | (low <= smallest(case, c, norm) + room)).all()
+        assert (high.isnan() | (high >= -smallest(case, -c, norm) - room)).all()
+
+
+def test_small_generators_survive_large_constants() -> None:
+    """float32: a generator below half a unit in the last place of the bias must not vanish."""
+
+    class Bias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 1)
+            self.linear.weight.data.fill_(1.0)
+            self.linear.bias.data.fill_(1000.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(torch.matmul(x, torch.eye(64, dtype=x.dtype)))
+
+    module = Bias()
+    x = torch.zeros(1, 64)
+    bounded = lirpa.BoundedTensor(x, lirpa.perturbation(math.inf, None, x - 1e-6, x + 1e-6))
+    found = BoundedModule(module, x).propagate((bounded,))
+    loss = found.shares(torch.ones(1, 1, 1))[0][1]
+    assert float(loss) == pytest.approx(64e-6, rel=1e-4)
+
+
+def test_batch_in_single_precision_with_a_sample_that_is_stable() -> None:
+    case = Case("relu", Block(4, 1, 670), [tensor(671, 1, 3, 4)], [0], 1e-3)
+    still = Case("relu", case.module, [torch.cat([case.inputs[0], 50 * case.inputs[0]])], [0], 1e-3)
+    low, high = bounds(still, tensor(672, 2, 3), 2.0, "sensitivity", torch.float32)
+    assert torch.isfinite(low).all() and (low <= high).all()
+
+
+def test_fully_masked_query_is_refused() -> None:
+    """float32 forgets the scores under −1e9 and averages; no bound on exact scores could hold."""
+    full = torch.full((3, 3), -1e9, dtype=torch.float64)
+    with pytest.raises(InputError, match="every key"):
+        BoundedModule(SelfAttention(4, 2, 680, mask=full), tensor(681, 1, 3, 4))

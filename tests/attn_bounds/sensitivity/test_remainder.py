@@ -103,7 +103,8 @@ def test_remainder_is_never_exceeded(seed: int, radius: float) -> None:
     y = a @ values.T - (a @ average).unsqueeze(1)  # (F, m)
     u_map = torch.einsum("fj,cjk->fck", a, dv_map)
     sd_u = radius * torch.stack([spectral_norm_upper(p.sqrt().unsqueeze(1) * u) for u in u_map])
-    low, high = attention_remainder(y[None], sd_u[None], rows)
+    top_u = radius * u_map.norm(dim=2).amax(1)
+    low, high = attention_remainder(y[None], sd_u[None], top_u[None], rows)
     down, up = curvature_bound(y[None], rows)
     start = rand(seed + 50, 24, k)
     for f in range(3):
@@ -136,7 +137,8 @@ def test_remainder_is_second_order() -> None:
         r = eps * torch.ones(1, 4, dtype=torch.float64)
         sd = (p * r.square()).sum(-1).sqrt()
         rows = RowData(p, r, eps * r, sd, sd * psi(r).amax(-1).sqrt(), sd * chi(r).amax(-1))
-        low, high = attention_remainder(y, eps * torch.ones(1, 2, dtype=torch.float64), rows)
+        size = eps * torch.ones(1, 2, dtype=torch.float64)
+        low, high = attention_remainder(y, size, size, rows)
         ratios.append(float((high - low).max()) / eps**2)
     assert ratios[2] == pytest.approx(ratios[1], rel=0.01) and ratios[0] < 2 * ratios[2]
 
