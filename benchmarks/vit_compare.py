@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import resource
 import sys
@@ -45,14 +46,19 @@ def one(job: tuple[str, str, str, str, int]) -> dict[str, Any]:
         "property": name,
         "set": input_set,
         "method": method,
-        "margin": float(spec.margin(rows)),
-        "margins": [round(float(r), 6) for r in rows],
+        "margin": _finite(float(spec.margin(rows))),
+        "margins": [_finite(round(float(r), 6)) for r in rows],
         "seconds": time.perf_counter() - start,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "before_mb": before / 1024,
         "lirpa": lirpa.version(),
         "options": verifier.describe(method),
     }
+
+
+def _finite(value: float | None) -> float | None:
+    """NaN and infinities are no JSON, and no bounds."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -78,10 +84,17 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "set": input_set,
                 "method": method,
                 "properties": len(mine),
-                "certified": sum(r["margin"] > 0 for r in mine.values()),
-                "mean_margin": sum(r["margin"] for r in mine.values()) / len(mine),
+                "certified": sum((r["margin"] or 0) > 0 for r in mine.values()),
+                "mean_margin": None
+                if any(r["margin"] is None for r in mine.values())
+                else sum(r["margin"] for r in mine.values()) / len(mine),
                 "worst_difference_to_stock_crown": min(
-                    (mine[p]["margin"] - stock[p]["margin"] for p in both), default=None
+                    (
+                        mine[p]["margin"] - stock[p]["margin"]
+                        for p in both
+                        if mine[p]["margin"] is not None and stock[p]["margin"] is not None
+                    ),
+                    default=None,
                 ),
                 "mean_seconds": sum(r["seconds"] for r in mine.values()) / len(mine),
                 "time_ratio_to_stock_crown": sum(ratios) / len(ratios) if ratios else None,
@@ -115,6 +128,8 @@ def main() -> None:
     out = args.out or ROOT / "benchmarks" / "results" / f"vit_compare-{lirpa.version()}.json"
     before: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"rows": [], "commands": []}
     rows: list[dict[str, Any]] = before["rows"]
+    for r in rows:  # files of older runs
+        r["margin"], r["margins"] = _finite(r["margin"]), [_finite(m) for m in r["margins"]]
     command = "python benchmarks/vit_compare.py " + " ".join(sys.argv[1:])
     commands = list(dict.fromkeys([*before.get("commands", []), command]))
     done = {(r["model"], r["property"], r["set"], r["method"]) for r in rows}
@@ -143,7 +158,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"[{i + 1}/{len(todo)}] {row['property']} {row['set']} {row['method']}: "
-            f"margin {row['margin']:.4f}, {row['seconds']:.1f} s, {row['peak_mb']:.0f} MB",
+            f"margin {row['margin']}, {row['seconds']:.1f} s, {row['peak_mb']:.0f} MB",
             file=sys.stderr,
             flush=True,
         )
