@@ -31,6 +31,7 @@ LINEAR = {
     "BoundReduceSum",
     "BoundReshape",
     "BoundSlice",
+    "BoundSplit",
     "BoundSqueeze",
     "BoundSub",
     "BoundTranspose",

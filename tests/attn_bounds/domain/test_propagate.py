@@ -300,6 +300,19 @@ class Broadcast(nn.Module):
         return torch.relu(torch.matmul(x, self.w) + self.positions).sum(1)
 
 
+class FusedQKV(nn.Module):
+    """One projection, split in three: attention without a heads dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(4, 12).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split(4, -1)
+        return self.out(attention(q, k, v, scale=0.5).mean(1))
+
+
 class TestUnusualGraphs(BoundContract):
     methods = ("sensitivity",)
 
@@ -308,6 +321,7 @@ class TestUnusualGraphs(BoundContract):
         return [
             Case("scores shared by two averages", TwoAverages(), [tensor(630, 1, 3, 4)], [0], 0.05),
             Case("constant that broadcasts", Broadcast(), [tensor(631, 1, 1, 4)], [0], 0.3),
+            Case("fused projection", FusedQKV(), [tensor(632, 1, 3, 4)], [0], 0.3),
         ]
 
 
