@@ -142,10 +142,6 @@ class BoundedModule(LirpaModule):
         """Every node of the graph, on every version."""
         return list(self._modules.values())
 
-    def attention_nodes(self) -> list[Any]:
-        """The operators of ours in the graph, in order."""
-        return [n for n in self.all_nodes() if isinstance(n, BoundAttentionOperator)]
-
     def compute_bounds(
         self,
         x: Any = None,

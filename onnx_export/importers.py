@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn_bounds.sensitivity.softmax import FULLY_MASKED
+
 from . import ops
 
 Function = Callable[..., Tensor]
-
-# A query with every key masked so far: float32 forgets the scores, and the result depends on the dtype.
-FULLY_MASKED = -1e4
 
 
 class Unsupported(Exception):

@@ -97,21 +97,22 @@ class Domain:
         self.graph = graph
         self.nodes = _topological(graph)
         self._first: dict[str, Tensor] = {}  # factor of the first linear layer, by node name
+        self.entry = next(n for n in self.nodes if _kind(n) == "BoundInput")
+        self.moving = {self.entry.name}  # names of the nodes that depend on the input
+        self._gap = ""
+        if sum(_kind(n) == "BoundInput" for n in self.nodes) > 1:
+            self._gap = "several inputs"
+        for node in self.nodes:
+            inputs = [i for i in node.inputs if i.name in self.moving]
+            if not inputs or _kind(node) == "BoundShape":
+                continue  # a constant, as a shape is
+            self.moving.add(node.name)
+            if not self._gap and not self._has_rule(node, inputs):
+                self._gap = f"{_kind(node)} at {node.name}, shape {tuple(node.output_shape)}"
 
     def gap(self) -> str:
         """The first node without a rule, in words; "" if the whole graph can be bounded."""
-        entries = [n for n in self.nodes if _kind(n) == "BoundInput"]
-        if len(entries) != 1:
-            return f"{len(entries)} inputs"
-        moving = {entries[0].name}
-        for node in self.nodes:
-            inputs = [i for i in node.inputs if i.name in moving]
-            if not inputs or _kind(node) == "BoundShape":
-                continue
-            moving.add(node.name)
-            if not self._has_rule(node, inputs):
-                return f"{_kind(node)} at {node.name}, shape {tuple(node.output_shape)}"
-        return ""
+        return self._gap
 
     def _has_rule(self, node: Any, inputs: list[Any]) -> bool:
         """Whether there is a rule for a node whose `inputs` depend on the network's input."""
@@ -144,32 +145,28 @@ class Domain:
         dtype = centre.dtype
         # rounding of generators that are sums of products of up to a few thousand terms
         groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps)
-        if gap := self.gap():
-            raise UnsupportedModelError(f"method sensitivity has no rule for {gap}")
+        if self._gap:
+            raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
         uses = Counter(i.name for n in self.nodes for i in _reads(n))
         forms: dict[str, AffineForm] = {}
         layers: Counter[str] = Counter()
         bounds: dict[str, tuple[Tensor, Tensor]] = {}
         self.graph(centre)  # shapes and values of constants
-        entry = next(n for n in self.nodes if _kind(n) == "BoundInput")
+        entry = self.entry
         alone = uses[entry.name] == 1  # then its only reader starts the pass, and may shrink an l2 ball
         if not alone:
             forms[entry.name] = self._input(centre, radius, norm, groups)
-        moving = {entry.name}
         for node in self.nodes:
             kind = _kind(node)
-            if kind in ("BoundInput", "BoundShape") or not any(i.name in moving for i in node.inputs):
-                continue  # a constant, as a shape is
-            moving.add(node.name)
-            if kind in (SCORES, WEIGHTS):
-                continue  # the unit is bounded as one, at its average
+            if node is entry or node.name not in self.moving or kind in (SCORES, WEIGHTS):
+                continue  # a constant; or part of a unit, which is bounded as one, at its average
             perturbed = [i for i in node.inputs if i.name in forms]
             if alone and any(i is entry for i in node.inputs):
                 forms[node.name] = self._start(node, entry, centre, radius, norm, groups)
             elif kind == AVERAGE:
                 layers["attention"] += 1
                 label = f"attention {layers['attention']}"
-                forms[node.name] = self._attention(node, forms, moving, groups, bounds, label)
+                forms[node.name] = self._attention(node, forms, groups, bounds, label)
             elif kind == "BoundRelu":
                 layers["ReLU"] += 1
                 label = f"ReLU {layers['ReLU']}"
@@ -226,15 +223,14 @@ class Domain:
             if isinstance(self.graph.global_input, tuple)
             else self.graph.global_input
         )
-        entry = next(n for n in self.nodes if _kind(n) == "BoundInput")
-        first = [n for n in self.nodes if any(i is entry for i in n.inputs)]
+        first = [n for n in self.nodes if any(i is self.entry for i in n.inputs)]
         if len(first) != 1 or _kind(first[0]) not in LINEAR:
             raise UnsupportedModelError("invariances need a model whose input goes into one linear layer")
         self.graph(example)
         with torch.no_grad():
             shape = example.shape[1:]
             eye = torch.eye(shape.numel(), dtype=example.dtype).reshape(-1, *shape)
-            w = _maps(first[0], first[0].inputs.index(entry))[1](eye).flatten(1)
+            w = _maps(first[0], first[0].inputs.index(self.entry))[1](eye).flatten(1)
         u, s, _ = torch.linalg.svd(w.double(), full_matrices=True)
         rank = int((s > 1e-12 * s[0]).sum()) if len(s) else 0
         return u[:, rank:].T.reshape(-1, *shape)
@@ -247,7 +243,6 @@ class Domain:
         self,
         node: Any,
         forms: dict[str, AffineForm],
-        moving: set[str],
         groups: Groups,
         bounds: dict[str, tuple[Tensor, Tensor]],
         label: str,
@@ -256,11 +251,22 @@ class Domain:
         query, key = scores_node.inputs[:2]
         rank = len(scores_node.output_shape)
         mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
-        q, k, v = (_as_heads(_form(n, forms, moving, groups, rank)) for n in (query, key, value_node))
+        q, k, v = (_as_heads(self._form(n, forms, groups, rank)) for n in (query, key, value_node))
         output, (low, high) = attention(q, k, v, scores_node.scale, mask, groups, label)
         shape = weights_node.output_shape[1:]
         bounds[weights_node.name] = low.reshape(-1, *shape), high.reshape(-1, *shape)
         return output.linear(lambda t: t.reshape(-1, *node.output_shape[1:]))
+
+    def _form(self, node: Any, forms: dict[str, AffineForm], groups: Groups, rank: int) -> AffineForm:
+        """The form of a node; a constant, which may lack the batch dimension, has no symbols."""
+        if node.name in forms:
+            return forms[node.name]
+        assert node.name not in self.moving, f"the form of {node.name} was given up too early"
+        like = next(iter(forms.values()))
+        value = _value(node).to(like.centre)
+        value = value.reshape((1,) * (rank - value.ndim) + value.shape)
+        value = value.expand(like.centre.shape[0], *value.shape[1:])
+        return AffineForm(value, value.new_zeros((value.shape[0], groups.sets[0].size, *value.shape[1:])))
 
 
 def _per_symbol(radius: Tensor, size: int, norm: float, ndim: int) -> Tensor:
@@ -291,18 +297,6 @@ def _maps(node: Any, position: int) -> tuple[Callable[[Tensor], Tensor], Callabl
         return node.forward(*[x if p == position else v for p, v in enumerate(zeros)])
 
     return f, homogeneous
-
-
-def _form(node: Any, forms: dict[str, AffineForm], moving: set[str], groups: Groups, rank: int) -> AffineForm:
-    """The form of a node; a constant, which may lack the batch dimension, has no symbols."""
-    if node.name in forms:
-        return forms[node.name]
-    assert node.name not in moving, f"the form of {node.name} was given up too early"
-    like = next(iter(forms.values()))
-    value = _value(node).to(like.centre)
-    value = value.reshape((1,) * (rank - value.ndim) + value.shape)
-    value = value.expand(like.centre.shape[0], *value.shape[1:])
-    return AffineForm(value, value.new_zeros((value.shape[0], groups.sets[0].size, *value.shape[1:])))
 
 
 def _value(node: Any) -> Any:

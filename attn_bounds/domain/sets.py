@@ -35,11 +35,6 @@ class ErrorSet(ABC):
     def range(self, w: Tensor) -> Range:
         """Smallest and largest `wᵀe`: (batch, k, F) → two of (batch, F)."""
 
-    def support(self, w: Tensor) -> Tensor:
-        """Largest `|wᵀe|`: (batch, k, F) → (batch, F)."""
-        low, high = self.range(w)
-        return torch.maximum(-low, high)
-
     def tight_range(self, w: Tensor) -> Range:
         """As `range`, for few functionals: may cost more and be tighter."""
         return self.range(w)

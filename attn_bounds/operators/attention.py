@@ -25,6 +25,7 @@ from ..errors import InputError
 from ..lirpa import BoundOptimizableActivation, LinearBound
 from ..sensitivity.bilinear import product_lower_plane, product_range
 from ..sensitivity.softmax import (
+    FULLY_MASKED,
     average_range,
     key_lower_plane,
     log_probability_box,
@@ -32,8 +33,6 @@ from ..sensitivity.softmax import (
     softmax_planes,
     weights_lower_plane,
 )
-
-FULLY_MASKED = -1e4  # as in onnx_export: float32 forgets the scores under such a mask
 
 
 def _box(node: Any) -> tuple[Tensor, Tensor]:

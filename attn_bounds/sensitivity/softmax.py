@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# With every key of a query masked so far float32 forgets the scores, and the result depends on the dtype.
+FULLY_MASKED = -1e4
 ROUNDING = 16.0  # units in the last place granted to one short chain of operations
 
 
