@@ -177,7 +177,7 @@ class BoundedModule(LirpaModule):
         try:
             with lirpa.default_dtype(self.dtype):
                 if name == "sensitivity":
-                    return self._sensitivity(x, C)
+                    return self._sensitivity(x, C, **kwargs)
                 if name in ALPHA_METHODS:
                     if (
                         self.OWN_ALPHA
@@ -249,13 +249,15 @@ class BoundedModule(LirpaModule):
         with torch.no_grad():
             return self.domain().run(value, norm, radius)
 
-    def _sensitivity(self, x: Sequence[Any], C: Any) -> Bounds:
+    def _sensitivity(
+        self, x: Sequence[Any], C: Any, bound_lower: bool = True, bound_upper: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
         found = self.propagate(x)
         centre = found.output.centre
         if C is None:
             C = torch.eye(centre[0].numel(), dtype=centre.dtype)
-        low, high = found.row_bounds(C.to(centre).expand(len(centre), *C.shape[-2:]))
-        return low, high
+        rows = C.to(centre).expand(len(centre), *C.shape[-2:])
+        return found.lower(rows) if bound_lower else None, -found.lower(-rows) if bound_upper else None
 
     def _optimised_nodes(self) -> list[Any]:
         if lirpa.is_old():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from .forms import AffineForm, Groups
+from .joint import joint_losses
 from .rules import attention, relu
 from .sets import Ball, ErrorSet
 
@@ -66,24 +67,32 @@ class Propagation:
         output: form of the graph's output.
         groups: the error sets.
         bounds: (lower, upper) by node name, for the nodes whose ranges the pass needed.
+        iterations: of the choice of slopes per functional (joint.py).
     """
 
     output: AffineForm
     groups: Groups
     bounds: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    iterations: int = 16
 
-    def row_bounds(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of functionals of the output: (batch, rows, outputs) → two of (batch, rows)."""
-        centre = (a @ self.output.centre.flatten(1).unsqueeze(2)).squeeze(2)
-        generators = self.output.generators.flatten(2) @ a.mT  # (batch, K, rows)
-        low, high = self.groups.total(self.groups.ranges(generators, tight=True), centre)
-        return centre + low, centre + high
+    def lower(self, a: Tensor) -> Tensor:
+        """Lower bounds of functionals of the output: (batch, rows, outputs) → (batch, rows)."""
+        centre, losses = self._losses(a)
+        return centre - torch.stack(losses).sum(0).to(centre)
 
     def shares(self, a: Tensor) -> list[tuple[ErrorSet, Tensor]]:
         """What each error set takes from the lower bounds of functionals: (set, (batch, rows)), in order."""
-        generators = self.output.generators.flatten(2) @ a.mT
-        ranges = self.groups.ranges(generators, tight=True)
-        return [(s, -low) for s, (low, _) in zip(self.groups.sets, ranges, strict=False)]
+        return list(zip(self.groups.sets, self._losses(a)[1], strict=False))
+
+    def _losses(self, a: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Values at the centre, and per error set what it takes: the better of two ways to add up."""
+        centre = (a @ self.output.centre.flatten(1).unsqueeze(2)).squeeze(2)
+        generators = self.output.generators.flatten(2) @ a.mT  # (batch, K, rows)
+        alone = [-low for low, _ in self.groups.ranges(generators, tight=True)]
+        total = torch.stack(alone).sum(0)
+        joint = joint_losses(self.groups, generators.mT, total, self.iterations)
+        better = torch.stack(joint).sum(0) < total
+        return centre, [torch.where(better, j.to(x), x) for j, x in zip(joint, alone, strict=True)]
 
 
 class Domain:

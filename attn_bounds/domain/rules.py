@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..norms import spectral_norm_upper
 from ..sensitivity.remainder import RowData, bilinear_range_of_ball, chi, psi, weighted_deviation
 from ..sensitivity.softmax import probability_box
 from .forms import AffineForm, Groups
+from .joint import AttentionStep, ReluStep
 from .sets import AttentionRemainder, Ball, BoxInBall
 
 
@@ -62,43 +64,89 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     def pick(t: Tensor) -> Tensor:
         return torch.where(unstable, t, torch.zeros_like(t)).flatten(1)[:, index]
 
-    supports = [torch.maximum(-down, up).flatten(1)[:, index] for down, up in ranges]
-    radius = groups.joint_norm(x.generators.flatten(2)[:, :, index], pick(kappa), supports)
-    grow = groups.growth
-    start = groups.add(BoxInBall(label, pick(e_down) * grow, pick(e_up) * grow, radius))
-    live = unstable.flatten(1)[:, index].to(low.dtype)
+    def of(t: Tensor) -> Tensor:
+        return t.flatten(1)[:, index]
+
+    supports = [of(torch.maximum(-down, up)) for down, up in ranges]
+    generators = x.generators.flatten(2)[:, :, index]
+    radius = groups.joint_norm(generators, pick(kappa), supports)
+    live = of(unstable).to(low.dtype)
+    errors = BoxInBall(label, pick(e_down) * groups.growth, pick(e_up) * groups.growth, radius)
+    errors.step = ReluStep(
+        errors, generators, of(x.centre), of(low), of(high), of(slope), live, supports, groups
+    )
+    start = groups.add(errors)
     return AffineForm(at, _append_identity(output.generators, start, index, live)), (low, high)
 
 
 def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Range of `scale · dq · dk`, (batch, heads, n, m): group 0 exactly where it is an l2 ball."""
+    """Range of `scale · dq · dk`, (batch, heads, n, m).
+
+    Both moves driven by group 0, an l2 ball: exactly. All other pairs: the sum over the features of products
+    of supports, or the norm of the product of two ellipsoids, whichever is smaller.
+    """
     first = groups.sets[0]
-    q_parts, k_parts = groups.parts(q.generators), groups.parts(k.generators)
     q_supports = [s.double() for s in groups.supports(q.generators)]
     k_supports = [s.double() for s in groups.supports(k.generators)]
-
-    def total(parts: list[Tensor], like: Tensor) -> Tensor:
-        return torch.stack(parts).sum(0) if parts else torch.zeros_like(like)
-
     zero_q, zero_k = q_supports[0], k_supports[0]
-    rest_q, rest_k = total(q_supports[1:], zero_q), total(k_supports[1:], zero_k)
-    # |Σ_i dq_i dk_i| ≤ Σ_i sup|dq_i| sup|dk_i|, for every pair of groups but (0, 0)
-    entry = zero_q @ rest_k.mT + rest_q @ (zero_k + rest_k).mT
+    rest_q, rest_k = (sum(s[1:], torch.zeros_like(s[0])) for s in (q_supports, k_supports))
     size = abs(scale)
+    q_grams, k_grams = _ellipsoids(q, q_supports, groups), _ellipsoids(k, k_supports, groups)
+    half_q, half_k = [_factor(g) for g in q_grams], [_factor(g) for g in k_grams]
+
+    def pair(x: int, y: int) -> Tensor:
+        """Σ_i |dq_i| |dk_i| for the first group (0) or the others (1), on either side."""
+        by_entries = (zero_q, rest_q)[x] @ (zero_k, rest_k)[y].mT
+        if x + y == 0 or not bool(by_entries.any()):
+            return by_entries
+        product = half_q[x].mT.unsqueeze(3) @ half_k[y].unsqueeze(2)  # (batch, heads, n, m, dk, dk)
+        return torch.minimum(by_entries, spectral_norm_upper(product))
+
+    entry = pair(0, 1) + pair(1, 0) + pair(1, 1)
     if isinstance(first, Ball) and first.norm == 2.0:
-        gq = q_parts[0][1].reshape(q.centre.shape[0], -1, *q.centre.shape[1:]).double()
-        gk = k_parts[0][1].reshape(k.centre.shape[0], -1, *k.centre.shape[1:]).double()
-        gram_q = torch.einsum("bzhnd,bzhne->bhnde", gq, gq).unsqueeze(3)
-        gram_k = torch.einsum("bzhmd,bzhme->bhmde", gk, gk).unsqueeze(2)
+        gq = groups.parts(q.generators)[0][1].reshape(q.centre.shape[0], -1, *q.centre.shape[1:]).double()
+        gk = groups.parts(k.generators)[0][1].reshape(k.centre.shape[0], -1, *k.centre.shape[1:]).double()
         cross = torch.einsum("bzhnd,bzhme->bhnmde", gq, gk)
         shape = cross.shape
-        low, high = bilinear_range_of_ball(gram_q.expand(shape), gram_k.expand(shape), cross)
-        low, high = low * groups.growth**2, high * groups.growth**2
+        gram_q, gram_k = q_grams[0].unsqueeze(3).expand(shape), k_grams[0].unsqueeze(2).expand(shape)
+        # the Gram matrices hold the growth for rounding already
+        low, high = bilinear_range_of_ball(gram_q, gram_k, cross * groups.growth**2)
         low, high = (scale * low, scale * high) if scale >= 0 else (scale * high, scale * low)
     else:
-        high = size * (zero_q @ zero_k.mT)
+        high = size * pair(0, 0)
         low = -high
     return low - size * entry, high + size * entry
+
+
+def _ellipsoids(x: AffineForm, supports: list[Tensor], groups: Groups) -> list[Tensor]:
+    """Ellipsoids `{y : yᵀΓ⁻¹y ≤ 1}` around what each token moves by group 0 and by all the others: their Γ.
+
+    A ball's image has Γ = ρ² G Gᵀ; a box with half widths s lies in the one with Γ = diag(s_i Σ_j s_j); a sum
+    of sets with Γ_g lies in the one with `Γ = Σ_g Γ_g / t_g`, Σ t_g = 1, here t_g ∝ √trace Γ_g.
+
+    Shape: x (batch, heads, n, d) → two of (batch, heads, n, d, d), float64.
+    """
+    grams: list[Tensor] = []
+    for (s, w), support in zip(groups.parts(x.generators), supports, strict=True):
+        box = torch.diag_embed(support * support.sum(-1, keepdim=True))
+        if s.radius is not None:
+            rows = w.reshape(w.shape[0], -1, *x.centre.shape[1:]).double()
+            gram = torch.einsum("bzhnd,bzhne->bhnde", rows, rows)
+            gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
+            smaller = _trace(gram) <= 1.01 * _trace(box)  # one feature: the same up to rounding
+            box = torch.where(smaller[..., None, None], gram, box)
+        grams.append(box)
+    rest = torch.zeros_like(grams[0])
+    sizes = [_trace(g).sqrt() for g in grams[1:]]
+    total = sum(sizes, torch.zeros_like(_trace(rest)))
+    for gram, size in zip(grams[1:], sizes, strict=True):
+        part = torch.where(size > 0, total / size.clamp(min=1e-300), torch.zeros_like(size))
+        rest = rest + gram * part[..., None, None]
+    return [grams[0], rest]
+
+
+def _trace(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _factor(gram: Tensor) -> Tensor:
@@ -152,12 +200,21 @@ def attention(
     # Var_p(b) ≤ Σ p b², and ≤ 2 Σ p (1 − p) b² since it is a sum over pairs
     b_norm = ((p * b.square()).sum(-1)).minimum(2.0 * (p * (1.0 - p) * b.square()).sum(-1)).sqrt()
 
-    def deviation(factor: Tensor) -> Tensor:
-        weight = torch.where(p > 0, p * factor, torch.zeros_like(p))
-        whole = weighted_deviation(grams, torch.stack(supports), weight) + factor.amax(-1).sqrt() * b_norm
-        return torch.minimum(whole, (weight * r.square()).sum(-1).sqrt())
+    stacked = torch.stack(supports)
+    first_r = supports[0]
+    rest_r = r - first_r
 
-    row_data = RowData(p, r, b, deviation(torch.ones_like(r)), deviation(psi(r)), deviation(chi(r).square()))
+    def deviation(factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of `√(Σ p factor Δ'²)`: of all of Δ', and without the part of group 0."""
+        weight = torch.where(p > 0, p * factor, torch.zeros_like(p))
+        by_group = weighted_deviation(grams, stacked, weight)
+        rest = by_group[1:].sum(0) + factor.amax(-1).sqrt() * b_norm
+        rest = torch.minimum(rest, (weight * rest_r.square()).sum(-1).sqrt())
+        return torch.minimum(by_group[0] + rest, (weight * r.square()).sum(-1).sqrt()), rest
+
+    sd, other_sd = deviation(torch.ones_like(r))
+    sd_psi, other_sd_psi = deviation(psi(r))
+    row_data = RowData(p, r, b, sd, sd_psi, deviation(chi(r).square())[0])
 
     # output: P dV + Cov_P(D, v)
     v_c = v.centre.double()
@@ -179,7 +236,19 @@ def attention(
             gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
             form = _factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
         value_groups.append((support.double(), form))
-    start = groups.add(AttentionRemainder(label, v_c, average, row_data, value_groups))
+    remainder = AttentionRemainder(label, v_c, average, row_data, value_groups)
+    first = groups.sets[0].size
+    moves = bool(v.generators.any())
+    remainder.step = AttentionStep(
+        remainder,
+        linear[:, :first],
+        v.generators[:, :first] if moves else None,
+        other_sd,
+        other_sd_psi,
+        rest_r,
+        groups.growth,
+    )
+    start = groups.add(remainder)
     index = torch.arange(average[0].numel())
     output = AffineForm(average.to(dtype), _append_identity(own, start, index))
     return output, weights_box

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..sensitivity.remainder import FEW_LEVELS, MANY_LEVELS, RowData, attention_remainder
+from ..sensitivity.remainder import (
+    FEW_LEVELS,
+    MANY_LEVELS,
+    RowData,
+    cross_bound,
+    curvature_bound,
+    score_bound,
+    slope_bound,
+)
+
+if TYPE_CHECKING:
+    from .joint import Step
 
 Range = tuple[Tensor, Tensor]
 
@@ -25,11 +36,13 @@ class ErrorSet(ABC):
         label: where it comes from, for reports.
         size: number of symbols k.
         radius: (batch,) radius of an l2 ball around 0 that contains it, or None where none is known.
+        step: how final functionals take it apart (joint.py), or None: by its support function only.
     """
 
     label: str
     size: int
     radius: Tensor | None = None
+    step: Step | None = None
 
     @abstractmethod
     def range(self, w: Tensor) -> Range:
@@ -64,10 +77,10 @@ class BoxInBall(ErrorSet):
     def range(self, w: Tensor) -> Range:
         assert self.radius is not None
         positive, negative = w.clamp(min=0.0), w.clamp(max=0.0)
-        up, low = self.upper.unsqueeze(1), self.lower.unsqueeze(1)
+        up, low = self.upper.unsqueeze(1).to(w), self.lower.unsqueeze(1).to(w)
         high = (up @ positive + low @ negative).squeeze(1)
         down = (low @ positive + up @ negative).squeeze(1)
-        ball = self.radius.unsqueeze(1) * torch.linalg.vector_norm(w, 2, dim=1)
+        ball = self.radius.unsqueeze(1).to(w) * torch.linalg.vector_norm(w, 2, dim=1)
         return torch.maximum(down, -ball), torch.minimum(high, ball)
 
     def tight_range(self, w: Tensor) -> Range:
@@ -110,6 +123,25 @@ class _RemainderData(NamedTuple):
         return _RemainderData(self.values.to(dtype), self.average.to(dtype), rows, groups)
 
 
+class RemainderParts(NamedTuple):
+    """Bounds of the remainder of attention per row of it, (batch, heads, n, F) each but y.
+
+    Attributes:
+        y: (batch, heads, n, F, m) values of the functionals per key, centred.
+        slope: of |ℓ|. down, up: of the curvature, [−down, up]. scores, cross: of the other two terms.
+        sd_u, sd_u_first: of `√(Σ p u²)`, by all groups and by the first.
+    """
+
+    y: Tensor
+    slope: Tensor
+    down: Tensor
+    up: Tensor
+    scores: Tensor
+    cross: Tensor
+    sd_u: Tensor
+    sd_u_first: Tensor
+
+
 class AttentionRemainder(ErrorSet):
     """Second-order remainder of one attention; symbols are its outputs, (heads, n, dv) flattened.
 
@@ -137,7 +169,7 @@ class AttentionRemainder(ErrorSet):
         self.exact = _RemainderData(values - middle, average - middle, rows, value_groups)
         self.single = self.exact.to(torch.float32)
 
-    def _range(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> Range:
+    def _parts(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> RemainderParts:
         values, average, rows, groups = data
         batch, heads, n, dv = average.shape
         a = w.reshape(batch, heads, n, dv, -1).mT.to(values.dtype)  # (batch, heads, n, F, dv)
@@ -146,15 +178,28 @@ class AttentionRemainder(ErrorSet):
         largest = torch.maximum(values.abs().amax((2, 3)), average.abs().amax((2, 3)))
         error = 4 * dv * torch.finfo(y.dtype).eps * largest[:, :, None, None] * size.sum(-1)
         p = rows.p.unsqueeze(-1)
-        sd_u, top_u = torch.zeros_like(error), torch.zeros_like(error)
-        for support, factor in groups:
+        sd_u, top_u, sd_u_first = torch.zeros_like(error), torch.zeros_like(error), torch.zeros_like(error)
+        for i, (support, factor) in enumerate(groups):
             u = size @ support.unsqueeze(2).mT
             best = (u.square() @ p).squeeze(-1).sqrt()
             if factor is not None:
                 best = torch.minimum(best, torch.linalg.vector_norm(a @ factor, dim=-1))
             sd_u, top_u = sd_u + best, top_u + u.amax(-1)
-        low, high = attention_remainder(y, sd_u, top_u, rows, levels, error)
+            sd_u_first = best if i == 0 else sd_u_first
+        down, up = curvature_bound(y, rows, levels, error)
+        scores = score_bound(y, rows, error)
+        slope = slope_bound(y, rows, error)
+        return RemainderParts(y, slope, down, up, scores, cross_bound(sd_u, top_u, rows), sd_u, sd_u_first)
+
+    def _range(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> Range:
+        parts = self._parts(w, data, levels)
+        other = parts.cross + parts.scores
+        low, high = -(parts.down + other), parts.up + other
         return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)
+
+    def parts(self, w: Tensor) -> RemainderParts:
+        """The bounds row by row, in float64."""
+        return self._parts(w, self.exact, MANY_LEVELS)
 
     def range(self, w: Tensor) -> Range:
         return self._range(w, self.single if w.dtype == torch.float32 else self.exact, FEW_LEVELS)

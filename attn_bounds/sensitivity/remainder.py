@@ -90,6 +90,14 @@ class RowData(NamedTuple):
 FEW_LEVELS, MANY_LEVELS = (0.0, 0.3, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
+def slope_bound(y: Tensor, rows: RowData, error: Tensor | float = 0.0) -> Tensor:
+    """Bound of |ℓ|, `ℓ = Σ p_c Δ'_c y_c`, and of the rounding error in y: (…, n, F, m) → (…, n, F)."""
+    p = rows.p.unsqueeze(-1)
+    sd_y = (y.square() @ p).squeeze(-1).sqrt()
+    slope = torch.minimum(rows.sd.unsqueeze(-1) * sd_y, (y.abs() @ (p * rows.r.unsqueeze(-1))).squeeze(-1))
+    return slope + error * (1.0 + rows.sd.unsqueeze(-1))
+
+
 def curvature_bound(
     y: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS, error: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -108,12 +116,9 @@ def curvature_bound(
     Returns:
         two of (…, n, F).
     """
-    p = rows.p.unsqueeze(-1)
-    sd_y = (y.square() @ p).squeeze(-1).sqrt()
-    slope = torch.minimum(rows.sd.unsqueeze(-1) * sd_y, (y.abs() @ (p * rows.r.unsqueeze(-1))).squeeze(-1))
+    slope = slope_bound(y, rows, error)
     charge = (rows.p * psi(rows.r) * rows.r.square()).unsqueeze(-1)  # p φ(r)
     norm = rows.sd_psi.square().unsqueeze(-1)
-    slope = slope + error * (1.0 + rows.sd.unsqueeze(-1))
 
     def one(signed: Tensor) -> Tensor:
         g = (signed + slope.unsqueeze(-1)).clamp(min=0.0)
@@ -131,32 +136,22 @@ def curvature_bound(
     return one(-y), one(y)
 
 
-def attention_remainder(
-    y: Tensor,
-    sd_u: Tensor,
-    top_u: Tensor,
-    rows: RowData,
-    levels: tuple[float, ...] = MANY_LEVELS,
-    error: Tensor | float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Range of the remainder of the functionals, one value per query row.
+def cross_bound(sd_u: Tensor, top_u: Tensor, rows: RowData) -> Tensor:
+    """Bound of the cross term `|Σ (p'_c − p_c) u_c|`, `u_c = Σ_j a_j dV_cj`: (…, n, F).
 
-    Curvature as above; cross term `Σ (p'_c − p_c) u_c ≤ sd_χ sd(u)`, because p' − p = p (e^Δ'/Z − 1) has the
-    deviation of e^Δ'/Z at most; score remainder `Σ p_c |y_c| |b_c|` (theory.md, (9)).
+    `sd_χ sd(u)`, because p' − p = p (e^Δ'/Z − 1) has the deviation of e^Δ'/Z at most; never more than
+    `2 max|u|`.
 
     Arguments:
-        y: (…, n, F, m) as in `curvature_bound`.
-        sd_u: (…, n, F) bound of `√(Σ p_c u_c²)`, `u_c = Σ_j a_j dV_cj`.
-        top_u: (…, n, F) bound of `max |u_c|`; the cross term is at most twice that.
-
-    Returns:
-        lower, upper, (…, n, F) each.
+        sd_u: (…, n, F) bound of `√(Σ p_c u_c²)`. top_u: (…, n, F) bound of `max |u_c|`.
     """
-    down, up = curvature_bound(y, rows, levels, error)
+    return torch.minimum((rows.sd_chi.unsqueeze(-1) * sd_u).nan_to_num(nan=torch.inf), 2.0 * top_u)
+
+
+def score_bound(y: Tensor, rows: RowData, error: Tensor | float = 0.0) -> Tensor:
+    """Bound of the bilinear part of the scores, to first order: `Σ p_c |y_c| |b_c|` (theory.md, (9))."""
     pb = (rows.p * rows.b).unsqueeze(-1)
-    cross = torch.minimum((rows.sd_chi.unsqueeze(-1) * sd_u).nan_to_num(nan=torch.inf), 2.0 * top_u)
-    other = cross + (y.abs() @ pb).squeeze(-1) + error * pb.sum(-2)
-    return -(down + other), up + other
+    return (y.abs() @ pb).squeeze(-1) + error * pb.sum(-2)
 
 
 def weighted_deviation(grams: list[Tensor], supports: Tensor, weight: Tensor) -> Tensor:
@@ -170,14 +165,14 @@ def weighted_deviation(grams: list[Tensor], supports: Tensor, weight: Tensor) ->
         weight: (…, n, m), not negative.
 
     Returns:
-        (…, n).
+        per group (groups, …, n): what all of them move has at most the sum.
     """
     root = weight.sqrt()  # infinite where ψ or χ overflow: the sum then is, too
-    total = torch.zeros_like(weight[..., 0])
+    parts = []
     for i, support in enumerate(supports):
         best = (root * support).square().sum(-1).sqrt()
         if grams[i].numel():
             scaled = grams[i] * root.unsqueeze(-1) * root.unsqueeze(-2)
             best = torch.minimum(best, gram_norm_upper(scaled).sqrt())
-        total = total + best
-    return total
+        parts.append(best)
+    return torch.stack(parts)

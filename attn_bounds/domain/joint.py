@@ -1,0 +1,416 @@
+"""Final functionals, all nodes at once: slopes chosen per functional, second order as one quadratic form.
+
+Support functions add up what each error set can do to a functional, as if each had an input of its own to be
+worst at. Here the error sets are taken apart again, from the last node to the first. What a set does to the
+functional is written as
+
+    loss ≤ linear in earlier symbols + constant + (quadratic in the symbols of group 0)          (11)
+
+by a mixture of several valid bounds (a convex combination of bounds is one), until only group 0 is left. Over
+an l2 ball the sum of all quadratics is maximised in one piece (`ball_maximum_upper`). The mixtures are chosen
+by a few steps of gradient descent at the worst input found so far; whatever they are, the bound holds.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..sensitivity.quadratic import ball_maximum_upper, relu_quadratic
+from ..sensitivity.remainder import psi
+from .sets import Ball
+
+if TYPE_CHECKING:
+    from .forms import Groups
+    from .sets import AttentionRemainder, BoxInBall, ErrorSet
+
+CHUNK = 2**26  # entries of the matrices that are held at once
+Parameters = dict[str, Tensor]
+
+
+class Pulled(NamedTuple):
+    """One error set's part of (11), an upper bound of the loss `−wᵀe`, per functional.
+
+    With d = `Step.first` the move that group 0 makes of the node's own quantities (scores, neurons), and u
+    what it makes of the functional's values, the quadratic is `(√(Σ weight d²) + rest)² − Σ cross d u`.
+
+    Attributes:
+        constant: (batch, F).
+        linear: (batch, F, K') added to the coefficients of the first K' symbols, or None.
+        weight: (batch, F, R) ≥ 0, or None.
+        rest: (batch, F), what the other groups add to the root.
+        cross: (batch, F, R) or None. coefficients: (batch, F, size) behind u.
+    """
+
+    constant: Tensor
+    linear: Tensor | None = None
+    weight: Tensor | None = None
+    rest: Tensor | None = None
+    cross: Tensor | None = None
+    coefficients: Tensor | None = None
+
+
+class Step(ABC):
+    """How an error set is taken apart: kept by the rule that made the set.
+
+    Attributes:
+        first: (batch, K0, R) move of the node's own quantities by group 0.
+        growth: factor on its size that covers its rounding.
+    """
+
+    first: Tensor
+    growth: float
+
+    @abstractmethod
+    def parameters(self, functionals: int, quadratic: bool) -> Parameters:
+        """Initial mixture, (batch, F, …) each; `quadratic`: whether quadratic bounds may be used."""
+
+    @abstractmethod
+    def pull(self, w: Tensor, mix: Parameters, quadratic: bool, final: bool) -> Pulled:
+        """Bound of the loss for coefficients w (batch, F, k), float64.
+
+        final: use the tightest support functions; else differentiable ones.
+        """
+
+    def second(self, coefficients: Tensor) -> Tensor:
+        """u per symbol of group 0: (batch, F, size) → (batch, F, K0, R)."""
+        raise NotImplementedError
+
+    def second_at(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        """u at a point: z (batch, F, K0) → (batch, F, R)."""
+        raise NotImplementedError
+
+
+class ReluStep(Step):
+    """ReLU with unstable neurons N: plane or chord, quadratic around the centre, or the ball of the set.
+
+    Arguments:
+        error_set: its symbols are the N neurons' errors relative to slope λ.
+        generators: (batch, K, N) of the inputs. centre, low, high, slope: (batch, N).
+        live: (batch, N) 1 where a sample's neuron is unstable, else 0.
+        supports: per group (batch, N), bounds of what it moves.
+    """
+
+    def __init__(
+        self,
+        error_set: BoxInBall,
+        generators: Tensor,
+        centre: Tensor,
+        low: Tensor,
+        high: Tensor,
+        slope: Tensor,
+        live: Tensor,
+        supports: list[Tensor],
+        groups: Groups,
+    ) -> None:
+        self.error_set, self.generators, self.growth = error_set, generators, groups.growth
+        sane = live > 0  # placeholders where nothing is unstable, so that no NaN arises
+        self.live = live.double()
+        self.x = torch.where(sane, centre, 0.0).double()
+        self.low = torch.where(sane, low, -1.0).double()
+        self.high = torch.where(sane, high, 1.0).double()
+        self.slope = torch.where(sane, slope, 0.5).double()
+        self.first = generators[:, : groups.sets[0].size]
+        rest = sum(supports[1:], torch.zeros_like(supports[0]))
+        self.rest = torch.where(sane, rest, 0.0).double()
+        others = groups.parts(generators)[1:]
+        self.others = [
+            (w, None if s.radius is None else s.radius * groups.growth, torch.where(sane, r, 0.0))
+            for (s, w), r in zip(others, supports[1:], strict=True)
+        ]
+
+    def parameters(self, functionals: int, quadratic: bool) -> Parameters:
+        batch, size = self.x.shape
+        far = torch.where(self.x > 0, self.x - self.low, self.high - self.x)
+        offset = ((0.05 * far - self.x.abs()) / far).clamp(min=1e-3)
+        start = {
+            "mix": torch.zeros((batch, functionals, 3, size), dtype=torch.float64),
+            "slope": torch.where(self.x > 0, 2.0, -2.0).unsqueeze(1).repeat(1, functionals, 1).double(),
+            "offset": offset.log().unsqueeze(1).repeat(1, functionals, 1),
+        }
+        start["mix"][:, :, 0] = 1.0 if quadratic else -math.inf
+        return start
+
+    def pull(self, w: Tensor, mix: Parameters, quadratic: bool, final: bool) -> Pulled:
+        x, low, high, slope = (t.unsqueeze(1) for t in (self.x, self.low, self.high, self.slope))
+        w = w * self.live.unsqueeze(1)
+        by_quadratic, by_plane, by_ball = (w.unsqueeze(2) * torch.softmax(mix["mix"], 2)).unbind(2)
+        at = x.clamp(min=0.0)
+        rises = w < 0  # the loss is in large outputs: bounds from above; else from below
+        # from below: relu(x+d) ≥ μ (x+d)
+        mu = torch.sigmoid(mix["slope"])
+        below = torch.where(rises, 0.0, by_quadratic + by_plane)
+        linear = below * (mu - slope)
+        constant = below * (at - mu * x)
+        # from above: the chord, which has the slope of the set; or tangent + offset + c d²
+        own = (x > 0).double()
+        chord = torch.where(rises, by_plane, 0.0)
+        constant = constant - chord * (slope * (x - low) - at)
+        size = torch.where(rises, -by_quadratic, 0.0)
+        far = torch.where(x > 0, x - low, high - x)
+        offset = far * torch.exp(mix["offset"]).clamp(max=1.0)
+        linear = linear - size * (own - slope)
+        constant = constant + size * offset
+        # rounding of the generators behind d
+        constant = constant + (self.growth - 1.0) * linear.abs() * torch.maximum(x - low, high - x)
+        total = constant.sum(-1)
+        if final:
+            total = total - self.error_set.tight_range(by_ball.mT)[0]
+        else:
+            assert self.error_set.radius is not None
+            norm = torch.linalg.vector_norm(by_ball, dim=-1)
+            total = total + self.error_set.radius.double().unsqueeze(1) * norm
+        shifted = linear @ self.generators.double().mT
+        if not quadratic:
+            return Pulled(total, shifted)
+        weight = size * relu_quadratic(x, low, high, offset)
+        rest = (weight @ self.rest.square().unsqueeze(-1)).squeeze(-1)
+        rest = (rest + 1e-300).sqrt()
+        if final:
+            rest = torch.minimum(rest, self._rest_by_norms(weight))
+        return Pulled(total, shifted, weight, rest)
+
+    def _rest_by_norms(self, weight: Tensor) -> Tensor:
+        """As `√(Σ weight d²)` for the other groups, each by its spectral norm where that is smaller."""
+        from ..norms import gram_norm_upper
+
+        total = torch.zeros_like(weight[..., 0])
+        root = weight.sqrt()
+        for w, radius, support in self.others:
+            best = (weight @ support.double().square().unsqueeze(-1)).squeeze(-1).sqrt()
+            if radius is not None and w.shape[2] <= 256:
+                gram = (w.double().mT @ w.double()) * radius.double().square()[:, None, None]
+                scaled = gram.unsqueeze(1) * root.unsqueeze(-1) * root.unsqueeze(-2)
+                best = torch.minimum(best, gram_norm_upper(scaled).sqrt())
+            total = total + best
+        return total
+
+
+class AttentionStep(Step):
+    """Second-order remainder of one attention: rows of scores D z, curvature and cross term as quadratics.
+
+    The curvature loss is at most `Σ p ψ(r) (sup|ℓ| − y)⁺ Δ'²` (remainder.py). The cross term is
+    `Σ p_c D_c u_c` up to third order: with `p' − p = p (Δ' + φ − Eφ)/Z` the rest is at most
+    `sd_rest sd(u⁰) + sd sd(u_rest) + (1 − 1/Z) sd sd(u) + √(Σ p φ²) sd(u)`.
+
+    Arguments:
+        scores: (batch, K0, heads, n, m) centred generators of group 0.
+        values: (batch, K0, heads, m, dv) generators of V in group 0, or None where V does not move.
+        other_sd, other_sd_psi: (batch, heads, n) bounds of `√(Σ p Δ_rest²)`, `√(Σ p ψ Δ_rest²)`, Δ_rest what
+            the other groups and the bilinear part add to Δ'. other_r: (batch, heads, n, m) of |Δ_rest|.
+    """
+
+    def __init__(
+        self,
+        error_set: AttentionRemainder,
+        scores: Tensor,
+        values: Tensor | None,
+        other_sd: Tensor,
+        other_sd_psi: Tensor,
+        other_r: Tensor,
+        growth: float,
+    ) -> None:
+        self.error_set, self.first, self.values = error_set, scores.flatten(2), values
+        self.other_sd, self.other_sd_psi, self.other_r = other_sd, other_sd_psi, other_r
+        self.growth = growth
+
+    def parameters(self, functionals: int, quadratic: bool) -> Parameters:
+        if not quadratic:
+            return {}
+        batch, heads, n, _ = self.error_set.exact.average.shape
+        shape = (batch, functionals, heads, n)
+        return {
+            "curvature": torch.full(shape, 1.0, dtype=torch.float64),
+            "cross": torch.full(shape, 0.0 if self.values is not None else -math.inf, dtype=torch.float64),
+        }
+
+    def pull(self, w: Tensor, mix: Parameters, quadratic: bool, final: bool) -> Pulled:
+        if not quadratic:
+            return Pulled(-self.error_set.tight_range(w.mT)[0])
+        parts = self.error_set.parts(w.mT)  # (batch, heads, n, F, …)
+        rows = self.error_set.exact.rows
+
+        def first(t: Tensor) -> Tensor:  # functionals in front
+            return t.permute(0, 3, 1, 2, *range(4, t.ndim))
+
+        part = torch.sigmoid(mix["curvature"])
+        g = first((parts.slope.unsqueeze(-1) - parts.y).clamp(min=0.0))
+        weight = part.unsqueeze(-1) * (rows.p * psi(rows.r)).unsqueeze(1) * g
+        rest = (weight * self.other_r.square().unsqueeze(1)).sum(-1)
+        rest = torch.minimum(rest, part * g.amax(-1) * self.other_sd_psi.square().unsqueeze(1))
+        constant = (1.0 - part) * first(parts.down) + first(parts.scores)
+        # cross term
+        part = torch.sigmoid(mix["cross"])
+        sd, sd_psi = rows.sd.unsqueeze(1), rows.sd_psi.unsqueeze(1)
+        u_first, u = first(parts.sd_u_first), first(parts.sd_u)
+        phi = torch.minimum(
+            sd_psi * (psi(rows.r).sqrt() * rows.r).amax(-1).unsqueeze(1),
+            ((psi(rows.r) * rows.r.square()).square() * rows.p).sum(-1).sqrt().unsqueeze(1),
+        )
+        third = self.other_sd.unsqueeze(1) * u_first + sd * (u - u_first)
+        third = third + (sd_psi.square().clamp(max=1.0) * sd + phi) * u
+        third = third + 2.0 * (self.growth**2 - 1.0) * sd * u  # rounding of the generators of D and u
+        third = third.nan_to_num(nan=torch.inf, posinf=1e30)
+        constant = constant + part * third + (1.0 - part) * first(parts.cross)
+        cross = part.unsqueeze(-1) * rows.p.unsqueeze(1)
+        root = (rest.sum((2, 3)) + 1e-300).sqrt()
+        return Pulled(
+            constant.sum((2, 3)),
+            None,
+            weight.flatten(2),
+            root,
+            cross.flatten(2) if self.values is not None else None,
+            w,
+        )
+
+    def second(self, coefficients: Tensor) -> Tensor:
+        assert self.values is not None
+        batch, heads, n, dv = self.error_set.exact.average.shape
+        a = coefficients.reshape(batch, -1, 1, heads, n, dv)
+        return (a @ self.values.unsqueeze(1).to(a).mT).flatten(3)
+
+    def second_at(self, z: Tensor, coefficients: Tensor) -> Tensor:
+        assert self.values is not None
+        batch, heads, n, dv = self.error_set.exact.average.shape
+        v = (z @ self.values.flatten(2).to(z)).reshape(batch, -1, heads, self.values.shape[3], dv)
+        return (coefficients.reshape(batch, -1, heads, n, dv) @ v.mT).flatten(2)
+
+
+def joint_losses(groups: Groups, coefficients: Tensor, alone: Tensor, iterations: int) -> list[Tensor]:
+    """What each error set takes from functionals `wᵀe`: their sum is an upper bound of `−wᵀe`.
+
+    Arguments:
+        coefficients: (batch, F, K) of the functionals on all symbols.
+        alone: (batch, F) loss by support functions alone; its rounding covers that of the coefficients.
+        iterations: of the choice of mixtures.
+
+    Returns:
+        (batch, F) per error set, in order of creation; infinite where no bound was found.
+    """
+    quadratic = isinstance(groups.sets[0], Ball) and groups.sets[0].norm == 2.0
+    slack = (groups.growth - 1.0) * alone.double()
+    c_all = coefficients.double()
+    functionals = c_all.shape[1]
+    first, later = groups.sets[0], groups.sets[1:]
+    used = [(s, start) for s, start in zip(later, groups.offsets[1:], strict=False) if start < c_all.shape[2]]
+    mixes = [s.step.parameters(functionals, quadratic) if s.step is not None else {} for s, _ in used]
+
+    def pull(final: bool) -> tuple[Tensor, list[tuple[ErrorSet, Pulled]]]:
+        c = c_all
+        out = []
+        for (s, start), mix in zip(reversed(used), reversed(mixes), strict=True):
+            w, c = c[..., start : start + s.size], c[..., :start]
+            if s.step is None:
+                out.append((s, Pulled(-(s.tight_range if final else s.range)(w.mT)[0])))
+                continue
+            pulled = s.step.pull(w, mix, quadratic, final)
+            if pulled.linear is not None:
+                c = c + torch.nn.functional.pad(pulled.linear, (0, c.shape[2] - pulled.linear.shape[2]))
+            out.append((s, pulled))
+        return c, out
+
+    free = [t for mix in mixes for t in mix.values()]
+    z = -c_all[..., : first.size]
+    z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp(min=1e-300)
+    if free:
+        z = _choose(pull, free, z, first, quadratic, iterations)
+    with torch.no_grad():
+        c, parts = pull(final=True)
+        return _conclude(first, c, parts, z, slack, quadratic)
+
+
+def _at(z: Tensor, s: ErrorSet, pulled: Pulled) -> Tensor:
+    """The loss (11) at an input z, without its linear part."""
+    if pulled.weight is None:
+        return pulled.constant
+    assert s.step is not None and pulled.rest is not None
+    d = z @ s.step.first.to(z)
+    loss = pulled.constant + (((pulled.weight * d.square()).sum(-1) + 1e-300).sqrt() + pulled.rest).square()
+    if pulled.cross is not None:
+        assert pulled.coefficients is not None
+        loss = loss - (pulled.cross * d * s.step.second_at(z, pulled.coefficients)).sum(-1)
+    return loss
+
+
+def _choose(
+    pull: object, free: list[Tensor], z: Tensor, first: ErrorSet, quadratic: bool, iterations: int
+) -> Tensor:
+    """Improve the mixtures in place against the worst input z, which follows; returns the last z."""
+    assert callable(pull)
+    optimiser = torch.optim.Adam(free, lr=0.3)
+    with torch.enable_grad():
+        for t in free:
+            t.requires_grad_()
+        for _ in range(iterations):
+            point = z.clone().requires_grad_()
+            c, parts = pull(final=False)
+            if quadratic:
+                loss = -(c * point).sum(-1) + sum(_at(point, s, p) for s, p in parts)
+            else:
+                loss = -first.range(c.mT)[0] + sum(p.constant for _, p in parts)
+            usable = torch.isfinite(loss)
+            if not bool(usable.any()):
+                break
+            optimiser.zero_grad()
+            torch.where(usable, loss, 0.0).sum().backward()
+            if any(t.grad is not None and not bool(torch.isfinite(t.grad).all()) for t in free):
+                break
+            optimiser.step()
+            if quadratic and point.grad is not None:
+                size = torch.linalg.vector_norm(point.grad, dim=-1, keepdim=True)
+                z = torch.where(size > 0, point.grad / size.clamp(min=1e-300), z)
+        for t in free:
+            t.requires_grad_(False)
+    return z
+
+
+def _conclude(
+    first: ErrorSet,
+    c: Tensor,
+    parts: list[tuple[ErrorSet, Pulled]],
+    z: Tensor,
+    slack: Tensor,
+    quadratic: bool,
+) -> list[Tensor]:
+    """The bound for fixed mixtures."""
+    if not quadratic:
+        return [-first.tight_range(c.mT)[0] + slack, *(p.constant for _, p in reversed(parts))]
+    batch, functionals, k = c.shape
+    constant = torch.stack([p.constant for _, p in parts]).sum(0) if parts else torch.zeros_like(slack)
+    forms = [(s.step, p) for s, p in parts if s.step is not None and p.weight is not None]
+    stretch = []  # (√A + rest)² ≤ (1 + t) A + (1 + 1/t) rest²
+    for step, p in forms:
+        assert p.weight is not None and p.rest is not None
+        size = (p.weight * (z @ step.first.to(z)).square()).sum(-1).sqrt()
+        t = (p.rest / size.clamp(min=1e-12)).clamp(min=1e-6, max=1e6)
+        stretch.append(t)
+        constant = constant + (1.0 + 1.0 / t) * p.rest.square()
+    worst = torch.empty_like(slack)
+    rows = max(1, min(functionals, CHUNK // max(1, k * max([k, *(s.first.shape[2] for s, _ in forms)]))))
+    for b in range(batch):
+        for f in range(0, functionals, rows):
+            part = slice(f, f + rows)
+            m = c.new_zeros((c[b, part].shape[0], k, k))
+            for (step, p), t in zip(forms, stretch, strict=True):
+                assert p.weight is not None
+                d = step.first[b].double()
+                growth = (1.0 + t[b, part, None, None]) * step.growth**2
+                m += (growth * d * p.weight[b, part].unsqueeze(1)) @ d.mT
+                if p.cross is not None:
+                    assert p.coefficients is not None
+                    u = step.second(p.coefficients[b : b + 1, part])[0]
+                    half = (d * p.cross[b, part].unsqueeze(1)) @ u.mT / 2
+                    m -= half + half.mT
+            worst[b, part], z[b, part] = ball_maximum_upper(-c[b, part], m, z[b, part])
+    shares = [p.constant for _, p in parts]
+    loss = constant + worst * (1.0 + 1e-12) + slack
+    for step, p in forms:
+        at = next(i for i, (s, _) in enumerate(parts) if s.step is step)
+        assert p.rest is not None
+        shares[at] = _at(z, parts[at][0], p)
+    total = torch.stack(shares).sum(0) if shares else torch.zeros_like(loss)
+    return [loss - total, *reversed(shares)]
