@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .forms import Groups
     from .sets import AttentionRemainder, BoxInBall, ErrorSet
 
-CHUNK = 2**26  # entries of the matrices that are held at once
+CHUNK = 2**21  # entries of the matrices that are held at once: they should fit in a cache
 Parameters = dict[str, Tensor]
 
 
@@ -76,9 +76,15 @@ class Step(ABC):
         final: use the tightest support functions; else differentiable ones.
         """
 
-    def second(self, coefficients: Tensor) -> Tensor:
-        """u per symbol of group 0: (batch, F, size) → (batch, F, K0, R)."""
-        raise NotImplementedError
+    def right(self, sample: int, part: slice, pulled: Pulled, stretch: Tensor) -> Tensor:
+        """The other factor of the quadratic's matrix, `first · rightᵀ`: (rows, K0, R).
+
+        part: the functionals. stretch: (rows,) factor on the weights.
+        """
+        assert pulled.weight is not None
+        d = self.first[sample]
+        weight = stretch.unsqueeze(1) * self.growth**2 * pulled.weight[sample, part]
+        return d * weight.unsqueeze(1).to(d)
 
     def second_at(self, z: Tensor, coefficients: Tensor) -> Tensor:
         """u at a point: z (batch, F, K0) → (batch, F, R)."""
@@ -155,8 +161,8 @@ class ReluStep(Step):
         offset = far * torch.exp(mix["offset"]).clamp(max=1.0)
         linear = linear - size * (own - slope)
         constant = constant + size * offset
-        # rounding of the generators behind d
-        constant = constant + (self.growth - 1.0) * linear.abs() * torch.maximum(x - low, high - x)
+        # rounding of the generators behind d, and of the product with them
+        constant = constant + 2.0 * (self.growth - 1.0) * linear.abs() * torch.maximum(x - low, high - x)
         total = constant.sum(-1)
         if final:
             total = total - self.error_set.tight_range(by_ball.mT)[0]
@@ -164,7 +170,7 @@ class ReluStep(Step):
             assert self.error_set.radius is not None
             norm = torch.linalg.vector_norm(by_ball, dim=-1)
             total = total + self.error_set.radius.double().unsqueeze(1) * norm
-        shifted = linear @ self.generators.double().mT
+        shifted = (linear.to(self.generators.dtype) @ self.generators.mT).double()
         if not quadratic:
             return Pulled(total, shifted)
         weight = size * relu_quadratic(x, low, high, offset)
@@ -231,7 +237,7 @@ class AttentionStep(Step):
     def pull(self, w: Tensor, mix: Parameters, quadratic: bool, final: bool) -> Pulled:
         if not quadratic:
             return Pulled(-self.error_set.tight_range(w.mT)[0])
-        parts = self.error_set.parts(w.mT)  # (batch, heads, n, F, …)
+        parts = self.error_set.parts(w.mT, final)  # (batch, heads, n, F, …)
         rows = self.error_set.exact.rows
 
         def first(t: Tensor) -> Tensor:  # functionals in front
@@ -267,16 +273,21 @@ class AttentionStep(Step):
             w,
         )
 
-    def second(self, coefficients: Tensor) -> Tensor:
-        assert self.values is not None
-        batch, heads, n, dv = self.error_set.exact.average.shape
-        a = coefficients.reshape(batch, -1, 1, heads, n, dv)
-        return (a @ self.values.unsqueeze(1).to(a).mT).flatten(3)
+    def right(self, sample: int, part: slice, pulled: Pulled, stretch: Tensor) -> Tensor:
+        right = super().right(sample, part, pulled, stretch)
+        if pulled.cross is None:
+            return right
+        assert self.values is not None and pulled.coefficients is not None
+        _, heads, n, dv = self.error_set.exact.average.shape
+        a = pulled.coefficients[sample, part].to(right).reshape(-1, 1, heads, n, dv)
+        u = (a @ self.values[sample].mT).flatten(2)
+        return right - pulled.cross[sample, part].to(right).unsqueeze(1) * u
 
     def second_at(self, z: Tensor, coefficients: Tensor) -> Tensor:
         assert self.values is not None
         batch, heads, n, dv = self.error_set.exact.average.shape
-        v = (z @ self.values.flatten(2).to(z)).reshape(batch, -1, heads, self.values.shape[3], dv)
+        v = (z.to(self.values.dtype) @ self.values.flatten(2)).to(z)
+        v = v.reshape(batch, -1, heads, self.values.shape[3], dv)
         return (coefficients.reshape(batch, -1, heads, n, dv) @ v.mT).flatten(2)
 
 
@@ -328,7 +339,7 @@ def _at(z: Tensor, s: ErrorSet, pulled: Pulled) -> Tensor:
     if pulled.weight is None:
         return pulled.constant
     assert s.step is not None and pulled.rest is not None
-    d = z @ s.step.first.to(z)
+    d = (z.to(s.step.first.dtype) @ s.step.first).to(z)
     loss = pulled.constant + (((pulled.weight * d.square()).sum(-1) + 1e-300).sqrt() + pulled.rest).square()
     if pulled.cross is not None:
         assert pulled.coefficients is not None
@@ -380,32 +391,33 @@ def _conclude(
     if not quadratic:
         return [-first.tight_range(c.mT)[0] + slack, *(p.constant for _, p in reversed(parts))]
     batch, functionals, k = c.shape
+    # the matrix of the quadratic is Σ first · rightᵀ, made symmetric
     constant = torch.stack([p.constant for _, p in parts]).sum(0) if parts else torch.zeros_like(slack)
     forms = [(s.step, p) for s, p in parts if s.step is not None and p.weight is not None]
     stretch = []  # (√A + rest)² ≤ (1 + t) A + (1 + 1/t) rest²
     for step, p in forms:
         assert p.weight is not None and p.rest is not None
-        size = (p.weight * (z @ step.first.to(z)).square()).sum(-1).sqrt()
+        d = (z.to(step.first.dtype) @ step.first).to(z)
+        size = (p.weight * d.square()).sum(-1).sqrt()
         t = (p.rest / size.clamp(min=1e-12)).clamp(min=1e-6, max=1e6)
         stretch.append(t)
         constant = constant + (1.0 + 1.0 / t) * p.rest.square()
-    worst = torch.empty_like(slack)
-    rows = max(1, min(functionals, CHUNK // max(1, k * max([k, *(s.first.shape[2] for s, _ in forms)]))))
+    worst = torch.zeros_like(slack)
     for b in range(batch):
-        for f in range(0, functionals, rows):
-            part = slice(f, f + rows)
-            m = c.new_zeros((c[b, part].shape[0], k, k))
-            for (step, p), t in zip(forms, stretch, strict=True):
-                assert p.weight is not None
-                d = step.first[b].double()
-                growth = (1.0 + t[b, part, None, None]) * step.growth**2
-                m += (growth * d * p.weight[b, part].unsqueeze(1)) @ d.mT
-                if p.cross is not None:
-                    assert p.coefficients is not None
-                    u = step.second(p.coefficients[b : b + 1, part])[0]
-                    half = (d * p.cross[b, part].unsqueeze(1)) @ u.mT / 2
-                    m -= half + half.mT
-            worst[b, part], z[b, part] = ball_maximum_upper(-c[b, part], m, z[b, part])
+        d = torch.cat([step.first[b] for step, _ in forms], 1) if forms else c.new_zeros((k, 0))
+        lengths = torch.linalg.vector_norm(d, dim=0).double()
+        rows = max(1, CHUNK // (k * max(k, d.shape[1])))
+        for part in (slice(f, f + rows) for f in range(0, functionals, rows)):
+            right = [
+                step.right(b, part, p, 1.0 + t[b, part]) for (step, p), t in zip(forms, stretch, strict=True)
+            ]
+            e = torch.cat(right, 2) if forms else d.expand(c[b, part].shape[0], k, 0)
+            half = (e @ d.mT).double() / 2
+            # the product of rows of e and d errs by at most this part of that of their lengths
+            error = 2.0 * (d.shape[1] + 4) * torch.finfo(d.dtype).eps
+            rounding = error * torch.linalg.vector_norm(e, dim=1).double() @ lengths
+            bound, z[b, part] = ball_maximum_upper(-c[b, part], half + half.mT, z[b, part])
+            worst[b, part] = bound + rounding
     shares = [p.constant for _, p in parts]
     loss = constant + worst * (1.0 + 1e-12) + slack
     for step, p in forms:

@@ -123,19 +123,23 @@ class _RemainderData(NamedTuple):
         return _RemainderData(self.values.to(dtype), self.average.to(dtype), rows, groups)
 
 
+def _per_head(a: Tensor, values: Tensor) -> Tensor:
+    """`Σ_j a_j v_cj`, a head's rows in one product: (b, h, n, F, dv), (b, h, m, dv) → (b, h, n, F, m)."""
+    return (a.flatten(2, 3) @ values.mT).unflatten(2, a.shape[2:4])
+
+
 class RemainderParts(NamedTuple):
     """Bounds of the remainder of attention per row of it, (batch, heads, n, F) each but y.
 
     Attributes:
         y: (batch, heads, n, F, m) values of the functionals per key, centred.
-        slope: of |ℓ|. down, up: of the curvature, [−down, up]. scores, cross: of the other two terms.
+        slope: of |ℓ|. down: of minus the curvature. scores, cross: of the other two terms, in absolute value.
         sd_u, sd_u_first: of `√(Σ p u²)`, by all groups and by the first.
     """
 
     y: Tensor
     slope: Tensor
     down: Tensor
-    up: Tensor
     scores: Tensor
     cross: Tensor
     sd_u: Tensor
@@ -173,33 +177,33 @@ class AttentionRemainder(ErrorSet):
         values, average, rows, groups = data
         batch, heads, n, dv = average.shape
         a = w.reshape(batch, heads, n, dv, -1).mT.to(values.dtype)  # (batch, heads, n, F, dv)
-        y = a @ values.unsqueeze(2).mT - a @ average.unsqueeze(-1)
+        y = _per_head(a, values) - a @ average.unsqueeze(-1)
         size = a.abs()
         largest = torch.maximum(values.abs().amax((2, 3)), average.abs().amax((2, 3)))
         error = 4 * dv * torch.finfo(y.dtype).eps * largest[:, :, None, None] * size.sum(-1)
         p = rows.p.unsqueeze(-1)
         sd_u, top_u, sd_u_first = torch.zeros_like(error), torch.zeros_like(error), torch.zeros_like(error)
         for i, (support, factor) in enumerate(groups):
-            u = size @ support.unsqueeze(2).mT
+            u = _per_head(size, support)
             best = (u.square() @ p).squeeze(-1).sqrt()
             if factor is not None:
                 best = torch.minimum(best, torch.linalg.vector_norm(a @ factor, dim=-1))
             sd_u, top_u = sd_u + best, top_u + u.amax(-1)
             sd_u_first = best if i == 0 else sd_u_first
-        down, up = curvature_bound(y, rows, levels, error)
-        scores = score_bound(y, rows, error)
         slope = slope_bound(y, rows, error)
-        return RemainderParts(y, slope, down, up, scores, cross_bound(sd_u, top_u, rows), sd_u, sd_u_first)
+        down = curvature_bound(-y, slope, rows, levels)
+        cross = cross_bound(sd_u, top_u, rows)
+        return RemainderParts(y, slope, down, score_bound(y, rows, error), cross, sd_u, sd_u_first)
 
     def _range(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> Range:
         parts = self._parts(w, data, levels)
+        up = curvature_bound(parts.y, parts.slope, data.rows, levels)
         other = parts.cross + parts.scores
-        low, high = -(parts.down + other), parts.up + other
-        return low.sum((1, 2)).to(w.dtype), high.sum((1, 2)).to(w.dtype)
+        return -(parts.down + other).sum((1, 2)).to(w.dtype), (up + other).sum((1, 2)).to(w.dtype)
 
-    def parts(self, w: Tensor) -> RemainderParts:
-        """The bounds row by row, in float64."""
-        return self._parts(w, self.exact, MANY_LEVELS)
+    def parts(self, w: Tensor, tight: bool) -> RemainderParts:
+        """The bounds row by row, in float64; `tight` as in `tight_range`."""
+        return self._parts(w, self.exact, MANY_LEVELS if tight else FEW_LEVELS)
 
     def range(self, w: Tensor) -> Range:
         return self._range(w, self.single if w.dtype == torch.float32 else self.exact, FEW_LEVELS)

@@ -61,7 +61,9 @@ def ball_maximum_upper(
     )  # M may have negative eigenvalues
     z = unit((c if start is None else start.to(c)) + 1e-9 * scale_of(c))
     for _ in range(25):
-        z = unit(c + 2.0 * apply(z) + shift * z)
+        last, z = z, unit(c + 2.0 * apply(z) + shift * z)
+        if float((z - last).abs().amax()) < 1e-4 * float(z.abs().amax()):
+            break
     scale = torch.linalg.matrix_norm(m) + torch.linalg.vector_norm(c, dim=-1)
     room = 16.0 * size * torch.finfo(c.dtype).eps * scale + tiny
     attained = ((c * z).sum(-1) + (z * apply(z)).sum(-1)).clamp(min=0.0)

@@ -99,9 +99,9 @@ def slope_bound(y: Tensor, rows: RowData, error: Tensor | float = 0.0) -> Tensor
 
 
 def curvature_bound(
-    y: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS, error: Tensor | float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Bounds κ⁻, κ⁺ of the curvature `Σ (p'_c − p_c) y_c − Σ p_c Δ_c y_c ∈ [−κ⁻, κ⁺]`.
+    y: Tensor, slope: Tensor, rows: RowData, levels: tuple[float, ...] = MANY_LEVELS
+) -> Tensor:
+    """Upper bound κ⁺ of the curvature `Σ (p'_c − p_c) y_c − Σ p_c Δ_c y_c`; of minus it, given −y.
 
     With φ(x) = e^x − 1 − x, Z = Σ p e^Δ' ≥ 1 and ℓ = Σ p_c Δ'_c y_c it is exactly
     `(1/Z) Σ p_c φ(Δ'_c) (y_c − ℓ)`. So `κ⁺ = Σ p_c φ(Δ'_c) g_c` with `g = (y + sup|ℓ|)⁺`, where a part of g
@@ -110,30 +110,25 @@ def curvature_bound(
 
     Arguments:
         y: (…, n, F, m), values of the functionals per key, centred at the average: `Σ_c p_c y_c = 0`.
+        slope: (…, n, F), `slope_bound` of y.
         levels: the τ to try, as parts of the largest g; each is valid.
-        error: (…, n, F) bound of the rounding error in y.
 
     Returns:
-        two of (…, n, F).
+        (…, n, F).
     """
-    slope = slope_bound(y, rows, error)
     charge = (rows.p * psi(rows.r) * rows.r.square()).unsqueeze(-1)  # p φ(r)
     norm = rows.sd_psi.square().unsqueeze(-1)
-
-    def one(signed: Tensor) -> Tensor:
-        g = (signed + slope.unsqueeze(-1)).clamp(min=0.0)
-        top = g.amax(-1)
-        best = top  # max y + sup|ℓ|
-        for level in levels:
-            tau = level * top
-            value = tau * norm
-            if level < 1.0:
-                excess = g if level == 0.0 else (g - tau.unsqueeze(-1)).clamp(min=0.0)
-                value = value + (excess @ charge).squeeze(-1)
-            best = torch.minimum(best, value.nan_to_num(nan=torch.inf))  # 0 · ∞ for huge ranges
-        return best
-
-    return one(-y), one(y)
+    g = (y + slope.unsqueeze(-1)).clamp(min=0.0)
+    top = g.amax(-1)
+    best = top  # max y + sup|ℓ|
+    for level in levels:
+        tau = level * top
+        value = tau * norm
+        if level < 1.0:
+            excess = g if level == 0.0 else (g - tau.unsqueeze(-1)).clamp(min=0.0)
+            value = value + (excess @ charge).squeeze(-1)
+        best = torch.minimum(best, value.nan_to_num(nan=torch.inf))  # 0 · ∞ for huge ranges
+    return best
 
 
 def cross_bound(sd_u: Tensor, top_u: Tensor, rows: RowData) -> Tensor:

@@ -11,11 +11,13 @@ from torch import Tensor
 from attn_bounds.norms import gram_norm_upper, spectral_norm_upper
 from attn_bounds.sensitivity.remainder import (
     RowData,
-    attention_remainder,
     bilinear_range_of_ball,
     chi,
+    cross_bound,
     curvature_bound,
     psi,
+    score_bound,
+    slope_bound,
     weighted_deviation,
 )
 
@@ -88,7 +90,7 @@ def test_remainder_is_never_exceeded(seed: int, radius: float) -> None:
     gram = radius**2 * d @ d.T
 
     def deviation(weight: Tensor) -> Tensor:
-        return weighted_deviation([gram[None]], supports[None, None], weight[None])
+        return weighted_deviation([gram[None]], supports[None, None], weight[None]).sum(0)
 
     zero = torch.zeros(1, m, dtype=torch.float64)
     rows = RowData(
@@ -104,8 +106,10 @@ def test_remainder_is_never_exceeded(seed: int, radius: float) -> None:
     u_map = torch.einsum("fj,cjk->fck", a, dv_map)
     sd_u = radius * torch.stack([spectral_norm_upper(p.sqrt().unsqueeze(1) * u) for u in u_map])
     top_u = radius * u_map.norm(dim=2).amax(1)
-    low, high = attention_remainder(y[None], sd_u[None], top_u[None], rows)
-    down, up = curvature_bound(y[None], rows)
+    slope = slope_bound(y[None], rows)
+    down, up = curvature_bound(-y[None], slope, rows), curvature_bound(y[None], slope, rows)
+    other = cross_bound(sd_u[None], top_u[None], rows) + score_bound(y[None], rows)
+    low, high = -(down + other), up + other
     start = rand(seed + 50, 24, k)
     for f in range(3):
 
@@ -138,8 +142,9 @@ def test_remainder_is_second_order() -> None:
         sd = (p * r.square()).sum(-1).sqrt()
         rows = RowData(p, r, eps * r, sd, sd * psi(r).amax(-1).sqrt(), sd * chi(r).amax(-1))
         size = eps * torch.ones(1, 2, dtype=torch.float64)
-        low, high = attention_remainder(y, size, size, rows)
-        ratios.append(float((high - low).max()) / eps**2)
+        curvature = curvature_bound(y, slope_bound(y, rows), rows)
+        whole = curvature + cross_bound(size, size, rows) + score_bound(y, rows)
+        ratios.append(float(whole.max()) / eps**2)
     assert ratios[2] == pytest.approx(ratios[1], rel=0.01) and ratios[0] < 2 * ratios[2]
 
 
