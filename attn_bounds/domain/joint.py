@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..sensitivity.quadratic import ball_maximum_upper, relu_quadratic
+from ..sensitivity.quadratic import ball_maximum_upper, factored_maximum_upper, relu_quadratic
 from ..sensitivity.remainder import psi
 from .sets import Ball
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from .sets import AttentionRemainder, BoxInBall, ErrorSet
 
 CHUNK = 2**21  # entries of the matrices that are held at once: they should fit in a cache
+DENSE_SIZE = 1024  # up to this many symbols of an l2 ball the quadratic's matrix is formed
+FACTORS = 640  # else at most this many squares are kept, those of ReLU first
 Parameters = dict[str, Tensor]
+Mode = Literal["none", "squares", "full"]  # of a step: constants and linear terms only; d²; d² and d u
 
 
 class Pulled(NamedTuple):
@@ -66,11 +69,11 @@ class Step(ABC):
     growth: float
 
     @abstractmethod
-    def parameters(self, functionals: int, quadratic: bool) -> Parameters:
-        """Initial mixture, (batch, F, …) each; `quadratic`: whether quadratic bounds may be used."""
+    def parameters(self, functionals: int, mode: Mode) -> Parameters:
+        """Initial mixture, (batch, F, …) each."""
 
     @abstractmethod
-    def pull(self, w: Tensor, mix: Parameters, quadratic: bool, final: bool) -> Pulled:
+    def pull(self, w: Tensor, mix: Parameters, mode: Mode, final: bool) -> Pulled:
         """Bound of the loss for coefficients w (batch, F, k), float64.
 
         final: use the tightest support functions; else differentiable ones.
@@ -129,7 +132,7 @@ class ReluStep(Step):
             for (s, w), r in zip(others, supports[1:], strict=True)
         ]
 
-    def parameters(self, functionals: int, quadratic: bool) -> Parameters:
+    def parameters(self, functionals: int, mode: Mode) -> Parameters:
         batch, size = self.x.shape
         far = torch.where(self.x > 0, self.x - self.low, self.high - self.x)
         offset = ((0.05 * far - self.x.abs()) / far).clamp(min=1e-3)
@@ -138,10 +141,10 @@ class ReluStep(Step):
             "slope": torch.where(self.x > 0, 2.0, -2.0).unsqueeze(1).repeat(1, functionals, 1).double(),
             "offset": offset.log().unsqueeze(1).repeat(1, functionals, 1),
         }
-        start["mix"][:, :, 0] = 1.0 if quadratic else -math.inf
+        start["mix"][:, :, 0] = -math.inf if mode == "none" else 1.0
         return start
 
-    def pull(self, w: Tensor, mix: Parameters, quadratic: bool, final: bool) -> Pulled:
+    def pull(self, w: Tensor, mix: Parameters, mode: Mode, final: bool) -> Pulled:
         x, low, high, slope = (t.unsqueeze(1) for t in (self.x, self.low, self.high, self.slope))
         w = w * self.live.unsqueeze(1)
         by_quadratic, by_plane, by_ball = (w.unsqueeze(2) * torch.softmax(mix["mix"], 2)).unbind(2)
@@ -171,7 +174,7 @@ class ReluStep(Step):
             norm = torch.linalg.vector_norm(by_ball, dim=-1)
             total = total + self.error_set.radius.double().unsqueeze(1) * norm
         shifted = (linear.to(self.generators.dtype) @ self.generators.mT).double()
-        if not quadratic:
+        if mode == "none":
             return Pulled(total, shifted)
         weight = size * relu_quadratic(x, low, high, offset)
         rest = (weight @ self.rest.square().unsqueeze(-1)).squeeze(-1)
@@ -224,33 +227,40 @@ class AttentionStep(Step):
         self.other_sd, self.other_sd_psi, self.other_r = other_sd, other_sd_psi, other_r
         self.growth = growth
 
-    def parameters(self, functionals: int, quadratic: bool) -> Parameters:
-        if not quadratic:
+    def parameters(self, functionals: int, mode: Mode) -> Parameters:
+        if mode == "none":
             return {}
         batch, heads, n, _ = self.error_set.exact.average.shape
         shape = (batch, functionals, heads, n)
         return {
             "curvature": torch.full(shape, 1.0, dtype=torch.float64),
-            "cross": torch.full(shape, 0.0 if self.values is not None else -math.inf, dtype=torch.float64),
+            "cross": torch.full(shape, 0.0 if self._crosses(mode) else -math.inf, dtype=torch.float64),
         }
 
-    def pull(self, w: Tensor, mix: Parameters, quadratic: bool, final: bool) -> Pulled:
-        if not quadratic:
-            return Pulled(-self.error_set.tight_range(w.mT)[0])
+    def _crosses(self, mode: Mode) -> bool:
+        return mode == "full" and self.values is not None
+
+    def pull(self, w: Tensor, mix: Parameters, mode: Mode, final: bool) -> Pulled:
+        if mode == "none":
+            return Pulled(-(self.error_set.tight_range if final else self.error_set.range)(w.mT)[0])
         parts = self.error_set.parts(w.mT, final)  # (batch, heads, n, F, …)
         rows = self.error_set.exact.rows
 
         def first(t: Tensor) -> Tensor:  # functionals in front
             return t.permute(0, 3, 1, 2, *range(4, t.ndim))
 
-        part = torch.sigmoid(mix["curvature"])
         g = first((parts.slope.unsqueeze(-1) - parts.y).clamp(min=0.0))
-        weight = part.unsqueeze(-1) * (rows.p * psi(rows.r)).unsqueeze(1) * g
+        weight = (rows.p * psi(rows.r)).unsqueeze(1) * g
+        known = torch.isfinite(weight).all(-1)
+        part = torch.where(known, torch.sigmoid(mix["curvature"]), 0.0)
+        weight = torch.where(known.unsqueeze(-1), part.unsqueeze(-1) * weight, 0.0)
         rest = (weight * self.other_r.square().unsqueeze(1)).sum(-1)
-        rest = torch.minimum(rest, part * g.amax(-1) * self.other_sd_psi.square().unsqueeze(1))
+        by_norm = part * g.amax(-1) * self.other_sd_psi.square().unsqueeze(1)
+        rest = torch.minimum(rest, torch.where(known, by_norm, 0.0))
         constant = (1.0 - part) * first(parts.down) + first(parts.scores)
-        # cross term
-        part = torch.sigmoid(mix["cross"])
+        root = (rest.sum((2, 3)) + 1e-300).sqrt()
+        if not self._crosses(mode):
+            return Pulled((constant + first(parts.cross)).sum((2, 3)), None, weight.flatten(2), root)
         sd, sd_psi = rows.sd.unsqueeze(1), rows.sd_psi.unsqueeze(1)
         u_first, u = first(parts.sd_u_first), first(parts.sd_u)
         phi = torch.minimum(
@@ -260,18 +270,11 @@ class AttentionStep(Step):
         third = self.other_sd.unsqueeze(1) * u_first + sd * (u - u_first)
         third = third + (sd_psi.square().clamp(max=1.0) * sd + phi) * u
         third = third + 2.0 * (self.growth**2 - 1.0) * sd * u  # rounding of the generators of D and u
-        third = third.nan_to_num(nan=torch.inf, posinf=1e30)
-        constant = constant + part * third + (1.0 - part) * first(parts.cross)
-        cross = part.unsqueeze(-1) * rows.p.unsqueeze(1)
-        root = (rest.sum((2, 3)) + 1e-300).sqrt()
-        return Pulled(
-            constant.sum((2, 3)),
-            None,
-            weight.flatten(2),
-            root,
-            cross.flatten(2) if self.values is not None else None,
-            w,
-        )
+        known = torch.isfinite(third)
+        part = torch.where(known, torch.sigmoid(mix["cross"]), 0.0)
+        constant = constant + part * torch.where(known, third, 0.0) + (1.0 - part) * first(parts.cross)
+        cross = (part.unsqueeze(-1) * rows.p.unsqueeze(1)).flatten(2)
+        return Pulled(constant.sum((2, 3)), None, weight.flatten(2), root, cross, w)
 
     def right(self, sample: int, part: slice, pulled: Pulled, stretch: Tensor) -> Tensor:
         right = super().right(sample, part, pulled, stretch)
@@ -302,36 +305,75 @@ def joint_losses(groups: Groups, coefficients: Tensor, alone: Tensor, iterations
     Returns:
         (batch, F) per error set, in order of creation; infinite where no bound was found.
     """
-    quadratic = isinstance(groups.sets[0], Ball) and groups.sets[0].norm == 2.0
-    slack = (groups.growth - 1.0) * alone.double()
-    c_all = coefficients.double()
-    functionals = c_all.shape[1]
-    first, later = groups.sets[0], groups.sets[1:]
-    used = [(s, start) for s, start in zip(later, groups.offsets[1:], strict=False) if start < c_all.shape[2]]
-    mixes = [s.step.parameters(functionals, quadratic) if s.step is not None else {} for s, _ in used]
+    c = coefficients.double()
+    used = [s for s, start in zip(groups.sets, groups.offsets, strict=False) if start < c.shape[2]]
+    walk = _Walk(used, groups.offsets, c)
+    z = -c[..., : used[0].size]
+    z = walk.worst(z, z)
+    if any(walk.mixes):
+        z = _choose(walk, z, iterations)
+    with torch.no_grad():
+        return _conclude(walk, z, (groups.growth - 1.0) * alone.double())
 
-    def pull(final: bool) -> tuple[Tensor, list[tuple[ErrorSet, Pulled]]]:
-        c = c_all
-        out = []
-        for (s, start), mix in zip(reversed(used), reversed(mixes), strict=True):
+
+class _Walk:
+    """The error sets behind some functionals, taken apart from the last to the first.
+
+    Attributes:
+        first: group 0. norm: of its ball, 0 if it is something else.
+        modes, mixes: per later set with a step, in order.
+    """
+
+    def __init__(self, used: list[ErrorSet], offsets: list[int], c: Tensor) -> None:
+        self.first, self.later, self.offsets, self.c = used[0], used[1:], offsets[1:], c
+        self.norm = self.first.norm if isinstance(self.first, Ball) else 0.0
+        self.dense = self.norm == 2.0 and self.first.size <= DENSE_SIZE
+        self.modes = self._modes()
+        self.mixes = [
+            {} if s.step is None else s.step.parameters(c.shape[1], mode)
+            for s, mode in zip(self.later, self.modes, strict=True)
+        ]
+
+    def _modes(self) -> list[Mode]:
+        if self.dense:
+            return ["full"] * len(self.later)
+        modes: list[Mode] = ["none"] * len(self.later)
+        if self.norm in (0.0, 1.0):
+            return modes
+        left = min(FACTORS, self.first.size - 1)
+        for kind in (ReluStep, AttentionStep):
+            for i, s in enumerate(self.later):
+                if isinstance(s.step, kind) and s.step.first.shape[2] <= left:
+                    left -= s.step.first.shape[2]
+                    modes[i] = "squares"
+        return modes
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether anything but linear terms is left at the end."""
+        return any(m != "none" for m in self.modes)
+
+    def worst(self, gradient: Tensor, otherwise: Tensor) -> Tensor:
+        """The point of group 0 that goes furthest along a gradient, (batch, F, K0)."""
+        if self.norm == math.inf:
+            return torch.where(gradient >= 0, 1.0, -1.0).to(gradient)
+        size = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
+        return torch.where(size > 0, gradient / size.clamp(min=1e-300), otherwise)
+
+    def pull(self, final: bool) -> tuple[Tensor, list[tuple[ErrorSet, Pulled]]]:
+        """Coefficients that are left on group 0, and each later set's part, in order."""
+        c, out = self.c, []
+        rows = list(zip(self.later, self.offsets, self.modes, self.mixes, strict=False))
+        for s, start, mode, mix in reversed(rows):
             w, c = c[..., start : start + s.size], c[..., :start]
             if s.step is None:
-                out.append((s, Pulled(-(s.tight_range if final else s.range)(w.mT)[0])))
-                continue
-            pulled = s.step.pull(w, mix, quadratic, final)
+                pulled = Pulled(-(s.tight_range if final else s.range)(w.mT)[0])
+            else:
+                pulled = s.step.pull(w, mix, mode, final)
             if pulled.linear is not None:
                 c = c + torch.nn.functional.pad(pulled.linear, (0, c.shape[2] - pulled.linear.shape[2]))
             out.append((s, pulled))
-        return c, out
-
-    free = [t for mix in mixes for t in mix.values()]
-    z = -c_all[..., : first.size]
-    z = z / torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp(min=1e-300)
-    if free:
-        z = _choose(pull, free, z, first, quadratic, iterations)
-    with torch.no_grad():
-        c, parts = pull(final=True)
-        return _conclude(first, c, parts, z, slack, quadratic)
+        return c, out[::-1]
 
 
 def _at(z: Tensor, s: ErrorSet, pulled: Pulled) -> Tensor:
@@ -347,22 +389,20 @@ def _at(z: Tensor, s: ErrorSet, pulled: Pulled) -> Tensor:
     return loss
 
 
-def _choose(
-    pull: object, free: list[Tensor], z: Tensor, first: ErrorSet, quadratic: bool, iterations: int
-) -> Tensor:
+def _choose(walk: _Walk, z: Tensor, iterations: int) -> Tensor:
     """Improve the mixtures in place against the worst input z, which follows; returns the last z."""
-    assert callable(pull)
+    free = [t for mix in walk.mixes for t in mix.values()]
     optimiser = torch.optim.Adam(free, lr=0.3)
     with torch.enable_grad():
         for t in free:
             t.requires_grad_()
         for _ in range(iterations):
             point = z.clone().requires_grad_()
-            c, parts = pull(final=False)
-            if quadratic:
+            c, parts = walk.pull(final=False)
+            if walk.quadratic:
                 loss = -(c * point).sum(-1) + sum(_at(point, s, p) for s, p in parts)
             else:
-                loss = -first.range(c.mT)[0] + sum(p.constant for _, p in parts)
+                loss = -walk.first.range(c.mT)[0] + sum(p.constant for _, p in parts)
             usable = torch.isfinite(loss)
             if not bool(usable.any()):
                 break
@@ -371,58 +411,71 @@ def _choose(
             if any(t.grad is not None and not bool(torch.isfinite(t.grad).all()) for t in free):
                 break
             optimiser.step()
-            if quadratic and point.grad is not None:
-                size = torch.linalg.vector_norm(point.grad, dim=-1, keepdim=True)
-                z = torch.where(size > 0, point.grad / size.clamp(min=1e-300), z)
+            if walk.quadratic and point.grad is not None:
+                z = walk.worst(point.grad, z)
         for t in free:
             t.requires_grad_(False)
     return z
 
 
-def _conclude(
-    first: ErrorSet,
-    c: Tensor,
-    parts: list[tuple[ErrorSet, Pulled]],
-    z: Tensor,
-    slack: Tensor,
-    quadratic: bool,
-) -> list[Tensor]:
-    """The bound for fixed mixtures."""
-    if not quadratic:
-        return [-first.tight_range(c.mT)[0] + slack, *(p.constant for _, p in reversed(parts))]
-    batch, functionals, k = c.shape
-    # the matrix of the quadratic is Σ first · rightᵀ, made symmetric
-    constant = torch.stack([p.constant for _, p in parts]).sum(0) if parts else torch.zeros_like(slack)
-    forms = [(s.step, p) for s, p in parts if s.step is not None and p.weight is not None]
-    stretch = []  # (√A + rest)² ≤ (1 + t) A + (1 + 1/t) rest²
-    for step, p in forms:
-        assert p.weight is not None and p.rest is not None
-        d = (z.to(step.first.dtype) @ step.first).to(z)
+def _conclude(walk: _Walk, z: Tensor, slack: Tensor) -> list[Tensor]:
+    """The losses for fixed mixtures."""
+    c, parts = walk.pull(final=True)
+    if not walk.quadratic:
+        return [-walk.first.tight_range(c.mT)[0] + slack, *(p.constant for _, p in parts)]
+    constant = torch.stack([p.constant for _, p in parts]).sum(0)
+    forms, stretch = [], []  # (√A + rest)² ≤ (1 + t) A + (1 + 1/t) rest²
+    for s, p in parts:
+        if s.step is None or p.weight is None:
+            continue
+        assert p.rest is not None
+        d = (z.to(s.step.first.dtype) @ s.step.first).to(z)
         size = (p.weight * d.square()).sum(-1).sqrt()
         t = (p.rest / size.clamp(min=1e-12)).clamp(min=1e-6, max=1e6)
-        stretch.append(t)
         constant = constant + (1.0 + 1.0 / t) * p.rest.square()
-    worst = torch.zeros_like(slack)
-    for b in range(batch):
-        d = torch.cat([step.first[b] for step, _ in forms], 1) if forms else c.new_zeros((k, 0))
-        lengths = torch.linalg.vector_norm(d, dim=0).double()
-        rows = max(1, CHUNK // (k * max(k, d.shape[1])))
-        for part in (slice(f, f + rows) for f in range(0, functionals, rows)):
-            right = [
-                step.right(b, part, p, 1.0 + t[b, part]) for (step, p), t in zip(forms, stretch, strict=True)
-            ]
-            e = torch.cat(right, 2) if forms else d.expand(c[b, part].shape[0], k, 0)
-            half = (e @ d.mT).double() / 2
-            # the product of rows of e and d errs by at most this part of that of their lengths
-            error = 2.0 * (d.shape[1] + 4) * torch.finfo(d.dtype).eps
-            rounding = error * torch.linalg.vector_norm(e, dim=1).double() @ lengths
-            bound, z[b, part] = ball_maximum_upper(-c[b, part], half + half.mT, z[b, part])
-            worst[b, part] = bound + rounding
-    shares = [p.constant for _, p in parts]
+        forms.append((s.step, p))
+        stretch.append(1.0 + t)
+    maximum = _dense if walk.dense else _factored
+    worst = torch.stack([maximum(walk, i, -c[i], forms, stretch, z[i]) for i in range(len(c))])
     loss = constant + worst * (1.0 + 1e-12) + slack
-    for step, p in forms:
-        at = next(i for i, (s, _) in enumerate(parts) if s.step is step)
-        assert p.rest is not None
-        shares[at] = _at(z, parts[at][0], p)
-    total = torch.stack(shares).sum(0) if shares else torch.zeros_like(loss)
-    return [loss - total, *reversed(shares)]
+    shares = [_at(z, s, p) for s, p in parts]
+    return [loss - torch.stack(shares).sum(0), *shares]
+
+
+Forms = list[tuple[Step, Pulled]]
+
+
+def _dense(walk: _Walk, sample: int, c: Tensor, forms: Forms, stretch: list[Tensor], z: Tensor) -> Tensor:
+    """Maximum over the ball through the matrix of the quadratic: Σ first · rightᵀ, made symmetric.
+
+    c: (F, K0). z: (F, K0), replaced by where the maximum is. Returns (F,).
+    """
+    d = torch.cat([step.first[sample] for step, _ in forms], 1)
+    lengths = torch.linalg.vector_norm(d, dim=0).double()
+    k = len(d)
+    rows = max(1, CHUNK // (k * max(d.shape)))
+    found = []
+    for part in (slice(f, f + rows) for f in range(0, len(c), rows)):
+        each = zip(forms, stretch, strict=True)
+        right = torch.cat([step.right(sample, part, p, t[sample, part]) for (step, p), t in each], 2)
+        half = (right @ d.mT).double() / 2
+        # the product of rows of `right` and d errs by at most this part of that of their lengths
+        error = 2.0 * (d.shape[1] + 4) * torch.finfo(d.dtype).eps
+        rounding = error * torch.linalg.vector_norm(right, dim=1).double() @ lengths
+        bound, z[part] = ball_maximum_upper(c[part], half + half.mT, z[part])
+        found.append(bound + rounding)
+    return torch.cat(found)
+
+
+def _factored(walk: _Walk, sample: int, c: Tensor, forms: Forms, stretch: list[Tensor], z: Tensor) -> Tensor:
+    """As `_dense`, over the ball or the box, for squares only."""
+    found = []
+    for f in range(len(c)):
+        factors = []
+        for (step, p), t in zip(forms, stretch, strict=True):
+            assert p.weight is not None
+            root = (t[sample, f] * p.weight[sample, f]).sqrt() * step.growth
+            factors.append(step.first[sample].double() * root)
+        bound, z[f] = factored_maximum_upper(c[f], torch.cat(factors, 1), box=walk.norm == math.inf)
+        found.append(bound)
+    return torch.stack(found)

@@ -107,3 +107,66 @@ def ball_maximum_upper(
 def scale_of(c: Tensor) -> Tensor:
     """Size of the entries, (rows, 1), positive."""
     return c.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(c.dtype).tiny)
+
+
+def factored_maximum_upper(c: Tensor, f: Tensor, box: bool = False, rounds: int = 3) -> tuple[Tensor, Tensor]:
+    """Upper bound of `max c·z + ‖fᵀz‖²` over the unit ball or the box [−1, 1]^K: as `ball_maximum_upper` for
+    matrices M = f fᵀ of low rank.
+
+    A box lies in every ellipsoid `Σ ν_i z_i² ≤ Σ ν_i`, which scaling turns into the ball. With
+    `ν_i = |c_i|/2 + z_i (Mz)_i` at a local maximum z the bound is exact where diag(ν) − M is positive
+    semidefinite (Shor's relaxation); z and ν are improved in turn.
+
+    Arguments:
+        c: (K,) float64. f: (K, R) float64, R < K.
+        rounds: ellipsoids tried around a box.
+
+    Returns:
+        the bound (), infinite if none was found, and a point z (K,).
+    """
+    if not (bool(torch.isfinite(c).all()) and bool(torch.isfinite(f).all())):
+        return c.new_tensor(torch.inf), torch.zeros_like(c)
+    if not box:
+        return _factored(c, f)
+    size = c.abs()
+    floor = 1e-3 * size.mean() + 1e-9 * f.square().sum(1).mean() + torch.finfo(c.dtype).tiny
+    z = torch.where(c >= 0, 1.0, -1.0).to(c)
+    for _ in range(10):
+        z = torch.where(c + 2.0 * (f @ (f.T @ z)) >= 0, 1.0, -1.0).to(c)
+    best = c.new_tensor(torch.inf)
+    for _ in range(rounds):
+        nu = torch.maximum(size / 2 + z * (f @ (f.T @ z)), floor)
+        shrink = (nu.sum() / nu).sqrt()
+        value, scaled = _factored(c * shrink, f * shrink.unsqueeze(1))
+        better = bool(value < best)
+        best = torch.minimum(best, value)
+        if not better:
+            break
+        z = (scaled * shrink).clamp(-1.0, 1.0)  # the scaled maximum, where an ellipsoid is too wide
+    return best, torch.where(z >= 0, 1.0, -1.0).to(c)
+
+
+def _factored(c: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+    """`factored_maximum_upper` over the ball: the secular equation on the eigenvalues of fᵀf."""
+    eps = torch.finfo(c.dtype).eps
+    values, vectors = torch.linalg.eigh(f.T @ f)
+    values = values.clamp(min=0.0)
+    room = 32.0 * (len(c) + f.shape[1]) * eps * (values.sum() + torch.linalg.vector_norm(c))
+    room = room + torch.finfo(c.dtype).tiny
+    w = vectors.T @ (f.T @ c)
+    square = c.square().sum()
+
+    def length(nu: Tensor) -> Tensor:  # ‖z‖² at ν, z = (νI − M)⁻¹ c/2
+        d = w / (2.0 * nu * (nu - values))
+        return square / (4.0 * nu.square()) + (w * d / nu + values * d.square()).sum()
+
+    low = values[-1] + 2.0 * room if len(values) else 2.0 * room
+    high = low + 0.5 * square.sqrt() + room
+    for _ in range(50):
+        nu = (low + high) / 2
+        low, high = (nu, high) if bool(length(nu) > 1.0) else (low, nu)
+    z = c / (2.0 * high) + f @ (vectors @ (w / (2.0 * high * (high - values))))
+    image = high * z - f @ (f.T @ z)
+    residual = 0.5 * c - image
+    # (νI − M) ⪰ room I, see `ball_maximum_upper`
+    return high + (z * (image + 2.0 * residual)).sum() + residual.square().sum() / room, z
