@@ -309,7 +309,7 @@ def joint_losses(groups: Groups, coefficients: Tensor, alone: Tensor, iterations
     used = [s for s, start in zip(groups.sets, groups.offsets, strict=False) if start < c.shape[2]]
     walk = _Walk(used, groups.offsets, c)
     z = -c[..., : used[0].size]
-    z = walk.worst(z, z)
+    z = walk.worst(z, z, z, [])
     if any(walk.mixes):
         z = _choose(walk, z, iterations)
     with torch.no_grad():
@@ -353,12 +353,26 @@ class _Walk:
         """Whether anything but linear terms is left at the end."""
         return any(m != "none" for m in self.modes)
 
-    def worst(self, gradient: Tensor, otherwise: Tensor) -> Tensor:
-        """The point of group 0 that goes furthest along a gradient, (batch, F, K0)."""
+    def worst(
+        self, gradient: Tensor, otherwise: Tensor, c: Tensor, parts: list[tuple[ErrorSet, Pulled]]
+    ) -> Tensor:
+        """The point of group 0 that goes furthest along a gradient, (batch, F, K0).
+
+        Instead of a box the ellipsoid that `factored_maximum_upper` puts around it: its furthest point moves
+        smoothly, and it is what the final bound maximises over.
+        """
+        stretch = torch.ones_like(gradient)
         if self.norm == math.inf:
-            return torch.where(gradient >= 0, 1.0, -1.0).to(gradient)
-        size = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
-        return torch.where(size > 0, gradient / size.clamp(min=1e-300), otherwise)
+            nu = c.abs() / 2
+            for s, p in parts:
+                if s.step is not None and p.weight is not None:
+                    d = s.step.first.abs()
+                    nu = nu + 0.5 * ((p.weight * d.sum(1, keepdim=True)).to(d) @ d.mT)
+            nu = nu + torch.finfo(nu.dtype).tiny
+            stretch = (nu.sum(-1, keepdim=True) / nu).sqrt()
+        direction = stretch * gradient
+        size = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
+        return torch.where(size > 0, stretch * direction / size.clamp(min=1e-300), otherwise)
 
     def pull(self, final: bool) -> tuple[Tensor, list[tuple[ErrorSet, Pulled]]]:
         """Coefficients that are left on group 0, and each later set's part, in order."""
@@ -412,7 +426,8 @@ def _choose(walk: _Walk, z: Tensor, iterations: int) -> Tensor:
                 break
             optimiser.step()
             if walk.quadratic and point.grad is not None:
-                z = walk.worst(point.grad, z)
+                with torch.no_grad():
+                    z = walk.worst(point.grad, z, c, parts)
         for t in free:
             t.requires_grad_(False)
     return z

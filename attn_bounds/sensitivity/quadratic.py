@@ -128,22 +128,18 @@ def factored_maximum_upper(c: Tensor, f: Tensor, box: bool = False, rounds: int 
         return c.new_tensor(torch.inf), torch.zeros_like(c)
     if not box:
         return _factored(c, f)
-    size = c.abs()
-    floor = 1e-3 * size.mean() + 1e-9 * f.square().sum(1).mean() + torch.finfo(c.dtype).tiny
-    z = torch.where(c >= 0, 1.0, -1.0).to(c)
-    for _ in range(10):
-        z = torch.where(c + 2.0 * (f @ (f.T @ z)) >= 0, 1.0, -1.0).to(c)
-    best = c.new_tensor(torch.inf)
-    for _ in range(rounds):
-        nu = torch.maximum(size / 2 + z * (f @ (f.T @ z)), floor)
+    size = c.abs() / 2
+    # diag(g) − M is positive semidefinite whatever the signs: |f| |f|ᵀ has row sums g
+    g = f.abs() @ f.abs().sum(0) + torch.finfo(c.dtype).tiny
+    best, point = c.new_tensor(torch.inf), torch.zeros_like(c)
+    for part in (1.0, 0.5, 0.2):
+        nu = size + part * g
         shrink = (nu.sum() / nu).sqrt()
         value, scaled = _factored(c * shrink, f * shrink.unsqueeze(1))
-        better = bool(value < best)
-        best = torch.minimum(best, value)
-        if not better:
+        if not bool(value < best):
             break
-        z = (scaled * shrink).clamp(-1.0, 1.0)  # the scaled maximum, where an ellipsoid is too wide
-    return best, torch.where(z >= 0, 1.0, -1.0).to(c)
+        best, point = value, scaled * shrink
+    return best, torch.where(point >= 0, 1.0, -1.0).to(c)
 
 
 def _factored(c: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
