@@ -15,22 +15,77 @@ SPECTRAL_SIZE = 1024  # a larger block is not worth its Gram matrix
 
 
 @dataclass
+class Rest:
+    """Errors without symbols: any vector r with `|r| ≤ box` whose part along the last axis has `‖r‖₂ ≤ norm`.
+
+    What a memory budget leaves no symbols for ends here. Nothing is known of how these errors depend on each
+    other, so they never cancel.
+
+    Attributes:
+        box: (batch, *shape). norm: (batch, *shape[:-1]).
+    """
+
+    box: Tensor
+    norm: Tensor
+
+    def __post_init__(self) -> None:
+        self.norm = torch.minimum(self.norm, torch.linalg.vector_norm(self.box, dim=-1))
+
+    @classmethod
+    def boxed(cls, box: Tensor) -> Rest:
+        return cls(box, torch.linalg.vector_norm(box, dim=-1))
+
+    def __add__(self, other: Rest) -> Rest:
+        return Rest(self.box + other.box, self.norm + other.norm)
+
+    def scaled(self, factor: Tensor) -> Rest:
+        """Entries times factors of the shape of the box."""
+        size = factor.abs()
+        return Rest(self.box * size, self.norm * size.amax(-1))
+
+    def moved(self, f: Callable[[Tensor], Tensor]) -> Rest:
+        """Image under a map that only moves, copies or drops entries."""
+        box = f(self.box)
+        lengths = self.norm.unsqueeze(-1).expand(self.box.shape)
+        # an output row made of entries of one input row is no longer than that
+        rows = torch.arange(self.norm[0].numel(), dtype=box.dtype).reshape(1, *self.norm.shape[1:], 1)
+        source, length = f(rows.expand(self.box.shape).clone()), f(lengths.clone())
+        whole = source.amin(-1) == source.amax(-1)
+        return Rest(box, torch.where(whole, length.amax(-1), torch.inf))
+
+    def through(self, weight: Tensor) -> Rest:
+        """Image under `r ↦ r W` along the last axis; W (d, d')."""
+        by_norm = self.norm.unsqueeze(-1) * torch.linalg.vector_norm(weight, dim=0)
+        box = torch.minimum(self.box @ weight.abs(), by_norm)
+        return Rest(box, self.norm * spectral_norm_upper(weight.double()).to(weight))
+
+    def summed(self, f: Callable[[Tensor], Tensor]) -> Rest:
+        """Image under sums with weights ≥ 0 over other axes than the last."""
+        norm = f(self.norm.unsqueeze(-1).expand(self.box.shape).clone()).amax(-1)
+        return Rest(f(self.box), norm)
+
+
+@dataclass
 class AffineForm:
-    """`x(e) = centre + Σ_k e_k · generators[:, k]`.
+    """`x(e) = centre + Σ_k e_k · generators[:, k] + r`.
 
     Attributes:
         centre: (batch, *shape).
         generators: (batch, K, *shape). Symbols are numbered over all groups in order of creation; a form
             that depends on the first K symbols only stores those.
+        rest: of r, or None where r = 0.
     """
 
     centre: Tensor
     generators: Tensor
+    rest: Rest | None = None
 
     def __post_init__(self) -> None:
         # a constant may have broadcast the centre to a larger shape; the generators follow
         if self.generators.shape[2:] != self.centre.shape[1:]:
             self.generators = self.generators.expand(*self.generators.shape[:2], *self.centre.shape[1:])
+        if self.rest is not None and self.rest.box.shape != self.centre.shape:
+            self.rest = Rest.boxed(self.rest.box.expand(self.centre.shape))
 
     @property
     def symbols(self) -> int:
@@ -45,21 +100,31 @@ class AffineForm:
         return torch.cat([self.generators, zeros], 1)
 
     def linear(
-        self, f: Callable[[Tensor], Tensor], homogeneous: Callable[[Tensor], Tensor] | None = None
+        self,
+        f: Callable[[Tensor], Tensor],
+        homogeneous: Callable[[Tensor], Tensor] | None = None,
+        rest: Callable[[Rest], Rest] | None = None,
     ) -> AffineForm:
         """Image under an affine map (rows, *shape) → (rows, *out), of all generators at once.
 
-        homogeneous: the map without its constant; default f itself. `f(g) − f(0)` would not do: a small
-        generator is lost in a large constant.
+        Arguments:
+            homogeneous: the map without its constant; default f itself. `f(g) − f(0)` would not do: a small
+                generator is lost in a large constant.
+            rest: image of the errors without symbols; default: f only moves entries.
         """
         batch, symbols = self.generators.shape[:2]
         out = f(self.centre)
         generators = (homogeneous or f)(self.generators.flatten(0, 1))
-        return AffineForm(out, generators.reshape(batch, symbols, *out.shape[1:]))
+        image = None
+        if self.rest is not None:
+            image = self.rest.moved(f) if rest is None else rest(self.rest)
+        return AffineForm(out, generators.reshape(batch, symbols, *out.shape[1:]), image)
 
     def __add__(self, other: AffineForm) -> AffineForm:
         symbols = max(self.symbols, other.symbols)
-        return AffineForm(self.centre + other.centre, self.padded(symbols) + other.padded(symbols))
+        rests = [r for r in (self.rest, other.rest) if r is not None]
+        rest = rests[0] + rests[1] if len(rests) == 2 else rests[0] if rests else None
+        return AffineForm(self.centre + other.centre, self.padded(symbols) + other.padded(symbols), rest)
 
 
 @dataclass
@@ -68,9 +133,15 @@ class Groups:
 
     Attributes:
         growth: factor (≥ 1) on every radius for the rounding of the generators.
+        limit: number of symbols that there is memory for, or None.
+        spare: numbers that may be kept for `joint.py` under a limit.
+        folded: per set that got none of the symbols it wanted, its label and how many.
     """
 
     growth: float
+    limit: int | None = None
+    spare: int = 0
+    folded: list[tuple[str, int]] = field(default_factory=list)
     sets: list[ErrorSet] = field(default_factory=list)
     offsets: list[int] = field(default_factory=lambda: [0])
 
@@ -79,6 +150,22 @@ class Groups:
         self.sets.append(error_set)
         self.offsets.append(self.offsets[-1] + error_set.size)
         return self.offsets[-2]
+
+    def room(self, wanted: int) -> int:
+        """How many of the wanted symbols a new set may have: at most half of those left, for others come."""
+        if self.limit is None:
+            return wanted
+        left = max(0, self.limit - self.offsets[-1])
+        return wanted if wanted <= left // 2 else left // 2
+
+    def keep(self, numbers: int) -> bool:
+        """Whether a rule may keep this many numbers for the final functionals; then they are spent."""
+        if self.limit is None:
+            return True
+        if numbers > self.spare:
+            return False
+        self.spare -= numbers
+        return True
 
     def parts(self, generators: Tensor) -> list[tuple[ErrorSet, Tensor]]:
         """The sets that generators (batch, K, …) depend on, each with its (batch, k, F) columns."""
@@ -89,18 +176,20 @@ class Groups:
             if start < generators.shape[1]
         ]
 
-    def ranges(self, generators: Tensor, tight: bool = False) -> list[Range]:
-        """Range of the image per group: list of two of (batch, *shape)."""
+    def ranges(self, generators: Tensor, rest: Rest | None = None, tight: bool = False) -> list[Range]:
+        """Range of the image per group, and of a rest at the end: list of two of (batch, *shape)."""
         shape = generators.shape[:1] + generators.shape[2:]
         out = []
         for s, w in self.parts(generators):
             low, high = s.tight_range(w) if tight else s.range(w)
             out.append(((low * self.growth).reshape(shape), (high * self.growth).reshape(shape)))
+        if rest is not None:
+            out.append((-rest.box * self.growth, rest.box * self.growth))
         return out
 
-    def supports(self, generators: Tensor) -> list[Tensor]:
-        """Bound of |image| per group: list of (batch, *shape)."""
-        return [torch.maximum(-low, high) for low, high in self.ranges(generators)]
+    def supports(self, generators: Tensor, rest: Rest | None = None) -> list[Tensor]:
+        """Bound of |image| per group, and of a rest at the end: list of (batch, *shape)."""
+        return [torch.maximum(-low, high) for low, high in self.ranges(generators, rest)]
 
     @staticmethod
     def total(ranges: list[Range], like: Tensor) -> Range:
@@ -110,19 +199,26 @@ class Groups:
             low, high = low + down, high + up
         return low, high
 
-    def joint_norm(self, generators: Tensor, weight: Tensor, supports: list[Tensor]) -> Tensor:
+    def joint_norm(
+        self, generators: Tensor, weight: Tensor, supports: list[Tensor], rest_norm: Tensor | None = None
+    ) -> Tensor:
         """Bound of the l2 norm of a whole block, weighted entrywise.
 
         Per group the smaller of radius · spectral norm and the norm of the entries' supports (theory.md, 2).
 
         Arguments:
             generators: (batch, K, F). weight: (batch, F).
-            supports: per group (batch, F), as `supports` returns them.
+            supports: per group (batch, F), as `supports` returns them, that of a rest at the end.
+            rest_norm: (batch,) bound of the l2 norm of a rest.
 
         Returns:
             (batch,).
         """
         total = generators.new_zeros(generators.shape[0])
+        if rest_norm is not None:
+            *supports, last = supports
+            best = torch.linalg.vector_norm(last * weight, dim=1)
+            total = torch.minimum(best, self.growth * rest_norm * weight.amax(1))
         for (s, w), support in zip(self.parts(generators), supports, strict=True):
             best = torch.linalg.vector_norm(support * weight, dim=1)
             if s.radius is not None and min(w.shape[1:]) <= SPECTRAL_SIZE:

@@ -99,7 +99,7 @@ class ReluStep(Step):
 
     Arguments:
         error_set: its symbols are the N neurons' errors relative to slope λ.
-        generators: (batch, K, N) of the inputs. centre, low, high, slope: (batch, N).
+        generators: (batch, K, N) of the inputs. box: (batch, N) of what has no symbols, or None. centre, low, high, slope: (batch, N).
         live: (batch, N) 1 where a sample's neuron is unstable, else 0.
         supports: per group (batch, N), bounds of what it moves.
     """
@@ -108,6 +108,7 @@ class ReluStep(Step):
         self,
         error_set: BoxInBall,
         generators: Tensor,
+        box: Tensor | None,
         centre: Tensor,
         low: Tensor,
         high: Tensor,
@@ -129,8 +130,12 @@ class ReluStep(Step):
         others = groups.parts(generators)[1:]
         self.others = [
             (w, None if s.radius is None else s.radius * groups.growth, torch.where(sane, r, 0.0))
-            for (s, w), r in zip(others, supports[1:], strict=True)
+            for (s, w), r in zip(others, supports[1:], strict=False)
         ]
+        self.box = None
+        if box is not None:
+            self.box = torch.where(sane, box, 0.0).double() * groups.growth
+            self.others.append((generators[:, :0], None, torch.where(sane, supports[-1], 0.0)))
 
     def parameters(self, functionals: int, mode: Mode) -> Parameters:
         batch, size = self.x.shape
@@ -167,6 +172,8 @@ class ReluStep(Step):
         # rounding of the generators behind d, and of the product with them
         constant = constant + 2.0 * (self.growth - 1.0) * linear.abs() * torch.maximum(x - low, high - x)
         total = constant.sum(-1)
+        if self.box is not None:
+            total = total + (linear.abs() @ self.box.unsqueeze(-1)).squeeze(-1)
         if final:
             total = total - self.error_set.tight_range(by_ball.mT)[0]
         else:

@@ -5,15 +5,20 @@ Linear nodes need no rule of their own: `AffineForm.linear` maps the centre and 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..norms import spectral_norm_upper
 from ..sensitivity.remainder import RowData, bilinear_range_of_ball, chi, psi, weighted_deviation
 from ..sensitivity.softmax import probability_box
-from .forms import AffineForm, Groups
+from .forms import AffineForm, Groups, Rest
 from .joint import AttentionStep, ReluStep
 from .sets import AttentionRemainder, Ball, BoxInBall
+
+EXACT_WORK = 2**31  # eigenvalue problems of an attention's scores: beyond, (pairs · dk³), by Frobenius norms
+BLOCK = 2**26  # entries of the generators of scores that are held at once
 
 
 def _append_identity(form: Tensor, start: int, index: Tensor, size: Tensor | float = 1.0) -> Tensor:
@@ -37,7 +42,7 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     Returns:
         the output, and the bounds (lower, upper) of the input.
     """
-    ranges = groups.ranges(x.generators)
+    ranges = groups.ranges(x.generators, x.rest)
     low_d, high_d = groups.total(ranges, x.centre)
     low, high = x.centre + low_d, x.centre + high_d
     at = x.centre.clamp(min=0.0)
@@ -56,8 +61,16 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     to_high = ((high - at) / high_d.clamp(min=1e-30) - slope).abs()
     kappa = torch.maximum(torch.maximum(to_low, to_high), (own - slope).abs())
     slope = torch.where(known, slope, torch.nan)
-    output = AffineForm(at, x.generators * slope.unsqueeze(1))
+    output = AffineForm(at, x.generators * slope.unsqueeze(1), x.rest and x.rest.scaled(slope))
     index = unstable.flatten(1).any(0).nonzero().squeeze(1)
+    if (room := groups.room(len(index))) < len(index):  # the largest errors get the symbols
+        size = torch.where(unstable, torch.maximum(e_up, -e_down), 0.0)
+        kept = index[size.flatten(1).amax(0)[index].topk(room).indices].sort().values
+        groups.folded.append((label, len(index) - len(kept)))
+        left = size.flatten(1).index_fill(1, kept, 0.0).reshape(size.shape) * groups.growth
+        rest = Rest.boxed(left)
+        output = AffineForm(at, output.generators, rest if output.rest is None else output.rest + rest)
+        index = kept
     if len(index) == 0:
         return output, (low, high)
 
@@ -69,41 +82,50 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
 
     supports = [of(torch.maximum(-down, up)) for down, up in ranges]
     generators = x.generators.flatten(2)[:, :, index]
-    radius = groups.joint_norm(generators, pick(kappa), supports)
+    rest_norm = None if x.rest is None else torch.linalg.vector_norm(x.rest.norm.flatten(1), dim=1)
+    radius = groups.joint_norm(generators, pick(kappa), supports, rest_norm)
     live = of(unstable).to(low.dtype)
     errors = BoxInBall(label, pick(e_down) * groups.growth, pick(e_up) * groups.growth, radius)
-    errors.step = ReluStep(
-        errors, generators, of(x.centre), of(low), of(high), of(slope), live, supports, groups
-    )
+    if groups.keep(generators.numel()):
+        box = None if x.rest is None else of(x.rest.box)
+        errors.step = ReluStep(
+            errors, generators, box, of(x.centre), of(low), of(high), of(slope), live, supports, groups
+        )
     start = groups.add(errors)
-    return AffineForm(at, _append_identity(output.generators, start, index, live)), (low, high)
+    generators = _append_identity(output.generators, start, index, live)
+    return AffineForm(at, generators, output.rest), (low, high)
 
 
 def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups) -> tuple[Tensor, Tensor]:
     """Range of `scale · dq · dk`, (batch, heads, n, m).
 
     Both moves driven by group 0, an l2 ball: exactly. All other pairs: the sum over the features of products
-    of supports, or the norm of the product of two ellipsoids, whichever is smaller.
+    of supports, or the norm of the product of two ellipsoids, whichever is smaller. Where there are very many
+    pairs, Frobenius norms stand in for spectral ones.
     """
     first = groups.sets[0]
-    q_supports = [s.double() for s in groups.supports(q.generators)]
-    k_supports = [s.double() for s in groups.supports(k.generators)]
+    q_supports = [s.double() for s in groups.supports(q.generators, q.rest)]
+    k_supports = [s.double() for s in groups.supports(k.generators, k.rest)]
     zero_q, zero_k = q_supports[0], k_supports[0]
     rest_q, rest_k = (sum(s[1:], torch.zeros_like(s[0])) for s in (q_supports, k_supports))
     size = abs(scale)
     q_grams, k_grams = _ellipsoids(q, q_supports, groups), _ellipsoids(k, k_supports, groups)
-    half_q, half_k = [_factor(g) for g in q_grams], [_factor(g) for g in k_grams]
+    batch, heads, n, dk = q.centre.shape
+    exact = batch * heads * n * k.centre.shape[2] * dk**3 <= EXACT_WORK
 
     def pair(x: int, y: int) -> Tensor:
         """Σ_i |dq_i| |dk_i| for the first group (0) or the others (1), on either side."""
         by_entries = (zero_q, rest_q)[x] @ (zero_k, rest_k)[y].mT
-        if x + y == 0 or not bool(by_entries.any()):
+        if not bool(by_entries.any()) or (x + y == 0 and exact):
             return by_entries
-        product = half_q[x].mT.unsqueeze(3) @ half_k[y].unsqueeze(2)  # (batch, heads, n, m, dk, dk)
+        if not exact:  # Σ_de (Γ_q)_de (Γ_k)_de is the square of the product's Frobenius norm
+            square = q_grams[x].flatten(3) @ k_grams[y].flatten(3).mT
+            return torch.minimum(by_entries, (square.clamp(min=0.0) * (1.0 + 1e-9)).sqrt())
+        product = _factor(q_grams[x]).mT.unsqueeze(3) @ _factor(k_grams[y]).unsqueeze(2)
         return torch.minimum(by_entries, spectral_norm_upper(product))
 
     entry = pair(0, 1) + pair(1, 0) + pair(1, 1)
-    if isinstance(first, Ball) and first.norm == 2.0:
+    if exact and isinstance(first, Ball) and first.norm == 2.0:
         gq = groups.parts(q.generators)[0][1].reshape(q.centre.shape[0], -1, *q.centre.shape[1:]).double()
         gk = groups.parts(k.generators)[0][1].reshape(k.centre.shape[0], -1, *k.centre.shape[1:]).double()
         cross = torch.einsum("bzhnd,bzhme->bhnmde", gq, gk)
@@ -127,7 +149,7 @@ def _ellipsoids(x: AffineForm, supports: list[Tensor], groups: Groups) -> list[T
     Shape: x (batch, heads, n, d) → two of (batch, heads, n, d, d), float64.
     """
     grams: list[Tensor] = []
-    for (s, w), support in zip(groups.parts(x.generators), supports, strict=True):
+    for (s, w), support in zip(groups.parts(x.generators), supports, strict=False):
         box = torch.diag_embed(support * support.sum(-1, keepdim=True))
         if s.radius is not None:
             rows = w.reshape(w.shape[0], -1, *x.centre.shape[1:]).double()
@@ -136,6 +158,13 @@ def _ellipsoids(x: AffineForm, supports: list[Tensor], groups: Groups) -> list[T
             smaller = _trace(gram) <= 1.01 * _trace(box)  # one feature: the same up to rounding
             box = torch.where(smaller[..., None, None], gram, box)
         grams.append(box)
+    if x.rest is not None:
+        d = x.centre.shape[-1]
+        ball = (groups.growth * x.rest.norm.double()).square()[..., None, None] * torch.eye(
+            d, dtype=torch.float64
+        )
+        box = torch.diag_embed(supports[-1] * supports[-1].sum(-1, keepdim=True))
+        grams.append(torch.where((_trace(ball) <= _trace(box))[..., None, None], ball, box))
     rest = torch.zeros_like(grams[0])
     sizes = [_trace(g).sqrt() for g in grams[1:]]
     total = sum(sizes, torch.zeros_like(_trace(rest)))
@@ -158,6 +187,23 @@ def _factor(gram: Tensor) -> Tensor:
     return torch.where(finite, factor, torch.inf)
 
 
+class _Rows(NamedTuple):
+    """A block of query rows of an attention, (batch, …, n, …) each; see `attention`."""
+
+    average: Tensor  # (batch, heads, n, dv), float64
+    own: Tensor  # (batch, K, heads, n, dv), generators of the linear part
+    first: Tensor | None  # (batch, K0, heads, n, m), scores of group 0
+    rows: RowData
+    other_sd: Tensor
+    other_sd_psi: Tensor
+    other_r: Tensor
+    low: Tensor  # probabilities
+    high: Tensor
+    spread: Tensor  # (batch, heads, n) √(Σ p ‖v − o‖²)
+    score_rest: Tensor  # (batch, heads, n, m) part of the scores without symbols
+    rest_box: Tensor  # (batch, heads, n, dv), of the linear part without symbols
+
+
 def attention(
     q: AffineForm, k: AffineForm, v: AffineForm, scale: float, mask: Tensor | None, groups: Groups, label: str
 ) -> tuple[AffineForm, tuple[Tensor, Tensor]]:
@@ -171,6 +217,83 @@ def attention(
         form of the output (batch, heads, n, dv), and (lower, upper) probabilities, (batch, heads, n, m).
     """
     dtype = q.centre.dtype
+    batch, heads, n, _ = q.centre.shape
+    m, dv = v.centre.shape[2:]
+    symbols = max(q.symbols, k.symbols, v.symbols)
+    size = groups.sets[0].size * batch * heads * n * m
+    keep = groups.keep(size)
+    step = max(1, min(n, BLOCK // (symbols * batch * heads * m)))
+    blocks = []
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        rest = None if q.rest is None else Rest(q.rest.box[:, :, part], q.rest.norm[:, :, part])
+        rows = AffineForm(q.centre[:, :, part], q.generators[:, :, :, part], rest)
+        own_mask = mask if mask is None or mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., part, :]
+        blocks.append(_rows(rows, k, v, scale, own_mask, groups, keep))
+
+    def whole(pieces: list[Tensor], axis: int = 2) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
+    average = whole([b.average for b in blocks])
+    row_data = RowData(*(whole(list(t)) for t in zip(*(b.rows for b in blocks), strict=True)))
+    own = whole([b.own for b in blocks], 3)
+    p = row_data.p
+
+    value_groups: list[tuple[Tensor, Tensor | None]] = []
+    v_supports = groups.supports(v.generators, v.rest)
+    for (s, w), support in zip(groups.parts(v.generators), v_supports, strict=False):
+        form = None
+        if s.radius is not None:
+            generators = w.reshape(w.shape[0], -1, *v.centre.shape[1:]).double()
+            gram = torch.einsum("bzhcd,bzhce->bhcde", generators, generators)
+            gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
+            form = _factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
+        value_groups.append((support.double(), form))
+    if v.rest is not None:
+        lengths = (p @ v.rest.norm.double().square().unsqueeze(-1)).sqrt() * groups.growth
+        value_groups.append((v_supports[-1].double(), lengths.unsqueeze(-1) * torch.eye(dv, dtype=p.dtype)))
+    remainder = AttentionRemainder(label, v.centre.double(), average, row_data, value_groups)
+    if keep:
+        first = groups.sets[0].size
+        remainder.step = AttentionStep(
+            remainder,
+            whole([b.first for b in blocks if b.first is not None], 3),
+            v.generators[:, :first] if bool(v.generators.any()) else None,
+            whole([b.other_sd for b in blocks]),
+            whole([b.other_sd_psi for b in blocks]),
+            whole([b.other_r for b in blocks]),
+            groups.growth,
+        )
+    rests: list[Rest] = []
+    if q.rest is not None or k.rest is not None or v.rest is not None:
+        score_rest = whole([b.score_rest for b in blocks])
+        norm = (p * score_rest.square()).sum(-1).sqrt() * whole([b.spread for b in blocks])
+        if v.rest is not None:
+            norm = norm + (p @ v.rest.norm.double().unsqueeze(-1)).squeeze(-1)
+        rests.append(Rest(whole([b.rest_box for b in blocks]).to(dtype), norm.to(dtype)))
+    if groups.room(remainder.size) < remainder.size:
+        groups.folded.append((label, remainder.size))
+        box, norm = remainder.boxes()
+        rests.append(Rest(box.to(dtype) * groups.growth, norm.to(dtype) * groups.growth))
+        generators = own
+    else:
+        generators = _append_identity(own, groups.add(remainder), torch.arange(remainder.size))
+    rest = rests[0] + rests[1] if len(rests) == 2 else rests[0] if rests else None
+    box_of_p = whole([b.low for b in blocks]), whole([b.high for b in blocks])
+    return AffineForm(average.to(dtype), generators, rest), box_of_p
+
+
+def _rows(
+    q: AffineForm,
+    k: AffineForm,
+    v: AffineForm,
+    scale: float,
+    mask: Tensor | None,
+    groups: Groups,
+    keep: bool,
+) -> _Rows:
+    """What a block of query rows needs: the scores' generators are given up with it."""
+    dtype = q.centre.dtype
     symbols = max(q.symbols, k.symbols)
     # scores: linear part, and the bilinear remainder with its midpoint moved into the centre
     keys = k.centre - k.centre.mean(-2, keepdim=True)  # what all keys share moves no probability
@@ -181,28 +304,35 @@ def attention(
         centre = centre + mask.double()
     b = (b_high - b_low) / 2
     p = torch.softmax(centre, -1)
+
+    def centred(t: Tensor) -> Tensor:
+        """Bound of |t_c − Σ_k p_k t_k| given one of |t_c|."""
+        return (t * (1.0 - 2.0 * p) + (p * t).sum(-1, keepdim=True)).clamp(min=0.0)
+
     # a constant per row does not change the softmax: centre D at its average
     linear = linear - (linear * p.to(dtype).unsqueeze(1)).sum(-1, keepdim=True)
     ranges = groups.ranges(linear)
+    score_rest = centred(_scores_rest(q, k, keys, scale, groups))
+    if q.rest is not None or k.rest is not None:
+        ranges.append((-score_rest, score_rest))
     supports = [torch.maximum(-down, up).double() for down, up in ranges]
     d_low, d_high = groups.total(ranges, linear[:, 0])
-    weights_box = probability_box(centre + d_low.double() - b, centre + d_high.double() + b)
+    low, high = probability_box(centre + d_low.double() - b, centre + d_high.double() + b)
     grams = []
     for s, w in groups.parts(linear):
         if s.radius is None:
             grams.append(w.new_zeros(0))
             continue
-        rows = w.reshape(w.shape[0], -1, *linear.shape[2:]).double()
-        gram = torch.einsum("bzhnc,bzhnd->bhncd", rows, rows)
+        rows = w.reshape(w.shape[0], -1, *linear.shape[2:])
+        gram = torch.einsum("bzhnc,bzhnd->bhncd", rows.double(), rows.double())
         grams.append(gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square())
-    # b is centred too: b_c (1 − p_c) + Σ_{k≠c} p_k b_k at most
-    r = torch.stack(supports).sum(0) + (b * (1.0 - 2.0 * p) + (p * b).sum(-1, keepdim=True)).clamp(min=0.0)
+    grams += [p.new_zeros(0)] * (len(supports) - len(grams))
+    # b is centred too
+    r = torch.stack(supports).sum(0) + centred(b)
     # Var_p(b) ≤ Σ p b², and ≤ 2 Σ p (1 − p) b² since it is a sum over pairs
     b_norm = ((p * b.square()).sum(-1)).minimum(2.0 * (p * (1.0 - p) * b.square()).sum(-1)).sqrt()
-
     stacked = torch.stack(supports)
-    first_r = supports[0]
-    rest_r = r - first_r
+    rest_r = r - supports[0]
 
     def deviation(factor: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of `√(Σ p factor Δ'²)`: of all of Δ', and without the part of group 0."""
@@ -220,35 +350,32 @@ def attention(
     v_c = v.centre.double()
     average = p @ v_c
     p_g, v_g = p.to(dtype).unsqueeze(1), v.centre.unsqueeze(1)
-    symbols = max(symbols, v.symbols)
-    own = p_g @ v.padded(symbols)
+    own = p_g @ v.padded(max(symbols, v.symbols))
     weighted = linear * p_g
     moved = weighted @ v_g - weighted.sum(-1, keepdim=True) * average.to(dtype).unsqueeze(1)
     own[:, : moved.shape[1]] += moved
+    first = linear[:, : groups.sets[0].size].clone() if keep else None
 
-    value_groups: list[tuple[Tensor, Tensor | None]] = []
-    v_supports = groups.supports(v.generators)
-    for (s, w), support in zip(groups.parts(v.generators), v_supports, strict=True):
-        form = None
-        if s.radius is not None:
-            rows = w.reshape(w.shape[0], -1, *v.centre.shape[1:]).double()
-            gram = torch.einsum("bzhcd,bzhce->bhcde", rows, rows)
-            gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
-            form = _factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
-        value_groups.append((support.double(), form))
-    remainder = AttentionRemainder(label, v_c, average, row_data, value_groups)
-    first = groups.sets[0].size
-    moves = bool(v.generators.any())
-    remainder.step = AttentionStep(
-        remainder,
-        linear[:, :first],
-        v.generators[:, :first] if moves else None,
-        other_sd,
-        other_sd_psi,
-        rest_r,
-        groups.growth,
+    offsets = v_c.unsqueeze(2) - average.unsqueeze(3)  # (batch, heads, n, m, dv)
+    spread = (p * offsets.square().sum(-1)).sum(-1).sqrt()
+    rest_box = ((p * score_rest).unsqueeze(-2) @ offsets.abs()).squeeze(-2)
+    if v.rest is not None:
+        rest_box = rest_box + p @ v.rest.box.double()
+    return _Rows(
+        average, own, first, row_data, other_sd, other_sd_psi, rest_r, low, high, spread, score_rest, rest_box
     )
-    start = groups.add(remainder)
-    index = torch.arange(average[0].numel())
-    output = AffineForm(average.to(dtype), _append_identity(own, start, index))
-    return output, weights_box
+
+
+def _scores_rest(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, groups: Groups) -> Tensor:
+    """What errors without symbols move each score by, to first order: (batch, heads, n, m), float64."""
+    total = torch.zeros((*q.centre.shape[:3], k.centre.shape[2]), dtype=torch.float64)
+    for rest, other, turn in ((q.rest, keys, False), (k.rest, q.centre, True)):
+        if rest is None:
+            continue
+        by_box = rest.box.double() @ other.double().abs().mT
+        by_norm = rest.norm.double().unsqueeze(-1) * torch.linalg.vector_norm(
+            other.double(), dim=-1
+        ).unsqueeze(-2)
+        bound = torch.minimum(by_box, by_norm) * (abs(scale) * groups.growth)
+        total = total + (bound.mT if turn else bound)
+    return total

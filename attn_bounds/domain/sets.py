@@ -173,10 +173,9 @@ class AttentionRemainder(ErrorSet):
         self.exact = _RemainderData(values - middle, average - middle, rows, value_groups)
         self.single = self.exact.to(torch.float32)
 
-    def _parts(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> RemainderParts:
+    def _parts(self, a: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> RemainderParts:
         values, average, rows, groups = data
-        batch, heads, n, dv = average.shape
-        a = w.reshape(batch, heads, n, dv, -1).mT.to(values.dtype)  # (batch, heads, n, F, dv)
+        dv = average.shape[-1]
         y = _per_head(a, values) - a @ average.unsqueeze(-1)
         size = a.abs()
         largest = torch.maximum(values.abs().amax((2, 3)), average.abs().amax((2, 3)))
@@ -196,14 +195,40 @@ class AttentionRemainder(ErrorSet):
         return RemainderParts(y, slope, down, score_bound(y, rows, error), cross, sd_u, sd_u_first)
 
     def _range(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> Range:
-        parts = self._parts(w, data, levels)
+        parts = self._parts(self._by_rows(w, data), data, levels)
         up = curvature_bound(parts.y, parts.slope, data.rows, levels)
         other = parts.cross + parts.scores
         return -(parts.down + other).sum((1, 2)).to(w.dtype), (up + other).sum((1, 2)).to(w.dtype)
 
     def parts(self, w: Tensor, tight: bool) -> RemainderParts:
         """The bounds row by row, in float64; `tight` as in `tight_range`."""
-        return self._parts(w, self.exact, MANY_LEVELS if tight else FEW_LEVELS)
+        return self._parts(self._by_rows(w, self.exact), self.exact, MANY_LEVELS if tight else FEW_LEVELS)
+
+    def boxes(self) -> tuple[Tensor, Tensor]:
+        """Bounds of each error, (batch, heads, n, dv), and of the l2 norm of each row, (batch, heads, n)."""
+        values, average, rows, groups = self.exact
+        dv = average.shape[-1]
+        unit = torch.eye(dv, dtype=average.dtype).expand(*average.shape, dv)
+        parts = self._parts(unit, self.exact, FEW_LEVELS)
+        up = curvature_bound(parts.y, parts.slope, rows, FEW_LEVELS)
+        box = torch.maximum(parts.down, up) + parts.cross + parts.scores
+        # for a unit vector a: |y_c| ≤ ‖v_c − o‖, |u_c| ≤ ‖dV_c‖, and the bounds grow with both
+        offsets = values.unsqueeze(2) - average.unsqueeze(3)  # (batch, heads, n, m, dv)
+        y = torch.linalg.vector_norm(offsets, dim=-1).unsqueeze(3) * (1.0 + 1e-12)
+        sd_u, top_u = torch.zeros_like(y[..., 0]), torch.zeros_like(y[..., 0])
+        for support, factor in groups:
+            size = torch.linalg.vector_norm(support, dim=-1).unsqueeze(2)
+            best = (rows.p * size.square()).sum(-1, keepdim=True).sqrt()
+            if factor is not None:
+                best = torch.minimum(best, torch.linalg.matrix_norm(factor).unsqueeze(-1))
+            sd_u, top_u = sd_u + best, top_u + size.amax(-1, keepdim=True)
+        norm = curvature_bound(y, slope_bound(y, rows), rows) + score_bound(y, rows)
+        return box, (norm + cross_bound(sd_u, top_u, rows)).squeeze(-1)
+
+    @staticmethod
+    def _by_rows(w: Tensor, data: _RemainderData) -> Tensor:
+        """(batch, heads · n · dv, F) → (batch, heads, n, F, dv)."""
+        return w.reshape(*data.average.shape, -1).mT.to(data.values.dtype)
 
     def range(self, w: Tensor) -> Range:
         return self._range(w, self.single if w.dtype == torch.float32 else self.exact, FEW_LEVELS)
