@@ -6,14 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
+from . import nodes as rules_of
 from .forms import AffineForm, Groups
 from .joint import joint_losses
+from .nodes import AVERAGE, is_unit, reads
+from .nodes import kind as _kind
+from .nodes import value as _value
 from .rules import attention, relu
 from .sets import Ball, ErrorSet
 
@@ -28,6 +33,7 @@ LINEAR = {
     "BoundLinear",
     "BoundMatMul",
     "BoundMul",
+    "BoundNeg",
     "BoundReduceMean",
     "BoundReduceSum",
     "BoundReshape",
@@ -39,24 +45,6 @@ LINEAR = {
     "BoundUnsqueeze",
     "RepairedMatMul",
 }
-
-
-SCORES, WEIGHTS, AVERAGE = "BoundAttentionScores", "BoundAttentionWeights", "BoundAttentionAverage"
-
-
-def _kind(node: Any) -> str:
-    return type(node).__name__
-
-
-def _reads(node: Any) -> list[Any]:
-    """The nodes whose forms a node reads; an attention unit reads them at its average."""
-    kind = _kind(node)
-    if kind in (SCORES, WEIGHTS):
-        return []
-    if kind == AVERAGE:
-        scores, _, value = node.inputs
-        return [*scores.inputs, value]
-    return list(node.inputs)
 
 
 @dataclass
@@ -108,37 +96,36 @@ class Domain:
         self._first: dict[str, Tensor] = {}  # factor of the first linear layer, by node name
         self.entry = next(n for n in self.nodes if _kind(n) == "BoundInput")
         self.moving = {self.entry.name}  # names of the nodes that depend on the input
+        self.needed = {graph.final_name}  # names of the nodes that are bounded by themselves
         self._gap = ""
         if sum(_kind(n) == "BoundInput" for n in self.nodes) > 1:
             self._gap = "several inputs"
+        for node in reversed(self.nodes):
+            self.needed.update(i.name for i in self._reads(node))
         for node in self.nodes:
-            inputs = [i for i in node.inputs if i.name in self.moving]
-            if not inputs or _kind(node) == "BoundShape":
+            if all(i.name not in self.moving for i in node.inputs) or _kind(node) == "BoundShape":
                 continue  # a constant, as a shape is
             self.moving.add(node.name)
-            if not self._gap and not self._has_rule(node, inputs):
+            if not self._gap and node.name in self.needed and not self._has_rule(node):
                 self._gap = f"{_kind(node)} at {node.name}, shape {tuple(node.output_shape)}"
+
+    def _reads(self, node: Any) -> list[Any]:
+        """The nodes whose forms a node reads; none, if it is bounded as a part of another."""
+        return reads(node) if node.name in self.needed else []
 
     def gap(self) -> str:
         """The first node without a rule, in words; "" if the whole graph can be bounded."""
         return self._gap
 
-    def _has_rule(self, node: Any, inputs: list[Any]) -> bool:
-        """Whether there is a rule for a node whose `inputs` depend on the network's input."""
+    def _has_rule(self, node: Any) -> bool:
+        """Whether there is a rule for a node that depends on the network's input."""
         kind = _kind(node)
-        if kind == SCORES:
-            return all(_kind(i) not in (SCORES, WEIGHTS) for i in inputs)
-        if kind == WEIGHTS:
-            return _kind(node.inputs[0]) == SCORES
-        if kind == AVERAGE:
-            scores, weights, value = node.inputs
-            unit = _kind(scores) == SCORES and _kind(weights) == WEIGHTS and weights.inputs[0] is scores
-            return unit and _kind(value) not in (SCORES, WEIGHTS)
-        if any(_kind(i) in (SCORES, WEIGHTS) for i in inputs):
-            return False  # they have no form of their own
-        if kind == "BoundAdd":
+        inputs = [i for i in self._reads(node) if i.name in self.moving]
+        if kind == "BoundRelu" or (kind == AVERAGE and is_unit(node)):
             return True
-        return len(inputs) == 1 and (kind in LINEAR or kind == "BoundRelu")
+        if kind == "BoundAdd" and len(inputs) == 2:
+            return rules_of.aligned(node, inputs)
+        return rules_of.handles(node, inputs) or (len(inputs) == 1 and kind in LINEAR)
 
     def run(self, centre: Tensor, norm: float, radius: Tensor) -> Propagation:
         """Propagate a batch of balls or boxes.
@@ -156,35 +143,41 @@ class Domain:
         groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps)
         if self._gap:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
-        uses = Counter(i.name for n in self.nodes for i in _reads(n))
+        uses = Counter(i.name for n in self.nodes for i in self._reads(n))
         forms: dict[str, AffineForm] = {}
         layers: Counter[str] = Counter()
         bounds: dict[str, tuple[Tensor, Tensor]] = {}
         self.graph(centre)  # shapes and values of constants
         entry = self.entry
-        alone = uses[entry.name] == 1  # then its only reader starts the pass, and may shrink an l2 ball
+        readers = [n for n in self.nodes if any(i is entry for i in self._reads(n))]
+        # then its only reader starts the pass, and may shrink an l2 ball
+        alone = uses[entry.name] == 1 and _kind(readers[0]) in LINEAR
         if not alone:
             forms[entry.name] = self._input(centre, radius, norm, groups)
         for node in self.nodes:
             kind = _kind(node)
-            if node is entry or node.name not in self.moving or kind in (SCORES, WEIGHTS):
-                continue  # a constant; or part of a unit, which is bounded as one, at its average
-            perturbed = [i for i in node.inputs if i.name in forms]
+            if node is entry or node.name not in self.moving or node.name not in self.needed:
+                continue  # a constant; or part of another, as scores are of an attention unit
+            moving = [i for i in self._reads(node) if i.name in forms]
             if alone and any(i is entry for i in node.inputs):
                 forms[node.name] = self._start(node, entry, centre, radius, norm, groups)
-            elif kind == AVERAGE:
+            elif kind == AVERAGE and is_unit(node):
                 layers["attention"] += 1
                 label = f"attention {layers['attention']}"
                 forms[node.name] = self._attention(node, forms, groups, bounds, label)
             elif kind == "BoundRelu":
                 layers["ReLU"] += 1
                 label = f"ReLU {layers['ReLU']}"
-                forms[node.name], bounds[node.inputs[0].name] = relu(forms[perturbed[0].name], groups, label)
-            elif len(perturbed) == 2:
-                forms[node.name] = forms[perturbed[0].name] + forms[perturbed[1].name]
+                forms[node.name], bounds[node.inputs[0].name] = relu(forms[moving[0].name], groups, label)
+            elif rules_of.handles(node, moving):
+                rank = len(node.output_shape)
+                form = partial(self._form, forms=forms, groups=groups, rank=rank)
+                forms[node.name] = rules_of.apply(node, form, self._moves, groups, layers, bounds)
+            elif len(moving) == 2:
+                forms[node.name] = forms[moving[0].name] + forms[moving[1].name]
             else:
                 forms[node.name] = self._linear(node, forms)
-            for i in _reads(node):
+            for i in self._reads(node):
                 uses[i.name] -= 1
                 if uses[i.name] == 0 and i.name in forms:
                     del forms[i.name]
@@ -266,6 +259,9 @@ class Domain:
         bounds[weights_node.name] = low.reshape(-1, *shape), high.reshape(-1, *shape)
         return output.linear(lambda t: t.reshape(-1, *node.output_shape[1:]))
 
+    def _moves(self, node: Any) -> bool:
+        return node.name in self.moving
+
     def _form(self, node: Any, forms: dict[str, AffineForm], groups: Groups, rank: int) -> AffineForm:
         """The form of a node; a constant, which may lack the batch dimension, has no symbols."""
         if node.name in forms:
@@ -306,11 +302,6 @@ def _maps(node: Any, position: int) -> tuple[Callable[[Tensor], Tensor], Callabl
         return node.forward(*[x if p == position else v for p, v in enumerate(zeros)])
 
     return f, homogeneous
-
-
-def _value(node: Any) -> Any:
-    value = getattr(node, "forward_value", None)
-    return node.value if value is None else value
 
 
 def _topological(graph: Any) -> list[Any]:

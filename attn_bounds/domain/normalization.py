@@ -1,0 +1,118 @@
+"""Rule of LayerNorm and RMSNorm as one operation: the Jacobian, and a remainder as an error set."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..norms import gram_norm_upper
+from ..sensitivity.normalization import (
+    Scalars,
+    linear_part,
+    remainder_norm,
+    remainder_range,
+    scalars,
+    scale,
+)
+from .forms import AffineForm, Groups
+from .rules import _append_identity, _factor
+from .sets import ErrorSet, Range
+
+
+class NormalizationRemainder(ErrorSet):
+    """`h (1/s' − 1/s) + z q` per token (theory.md, (10)); symbols are (tokens, d) flattened.
+
+    Arguments:
+        z: (batch, tokens, d) at the centre, float64. s: (batch, tokens).
+        values: `Scalars`, (batch, tokens).
+        moves: per group of symbols that h depends on, a bound of each |h_j|, (batch, tokens, d), and L with
+            `ρ² G Gᵀ ≤ L Lᵀ`, (batch, tokens, d, d), where the group lies in a ball of radius ρ, else None.
+        radius: (batch,) of an l2 ball that contains the whole remainder.
+        centred: whether f' has mean 0.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        z: Tensor,
+        s: Tensor,
+        values: Scalars,
+        moves: list[tuple[Tensor, Tensor | None]],
+        radius: Tensor,
+        centred: bool,
+    ) -> None:
+        self.label, self.size, self.radius = label, z[0].numel(), radius
+        self.z, self.s, self.values, self.moves, self.centred = z, s, values, moves, centred
+
+    def _support(self, a: Tensor) -> Tensor:
+        """Bound of |a·h|: (batch, tokens, F, d) → (batch, tokens, F)."""
+        total = torch.zeros_like(a[..., 0])
+        for entries, factor in self.moves:
+            best = (a.abs() @ entries.unsqueeze(-1)).squeeze(-1)
+            if factor is not None:
+                best = torch.minimum(best, torch.linalg.vector_norm(a @ factor, dim=-1))
+            total = total + best
+        return total
+
+    def range(self, w: Tensor) -> Range:
+        batch, tokens, d = self.z.shape
+        a = w.double().reshape(batch, tokens, d, -1).mT  # (batch, tokens, F, d)
+        az = (a @ self.z.unsqueeze(-1)).squeeze(-1)
+        low, high = remainder_range(az, self._support(a), self.values)
+        # f' lies in a ball of radius √d, whatever h is
+        free = a - a.mean(-1, keepdim=True) if self.centred else a
+        size = torch.linalg.vector_norm(free, dim=-1) * d**0.5
+        s = self.s.unsqueeze(-1)
+        jacobian = self._support(linear_part(a, self.z.unsqueeze(-2), s.expand(az.shape)))
+        low = torch.maximum(low.nan_to_num(nan=-torch.inf), -size - az / s - jacobian)
+        high = torch.minimum(high.nan_to_num(nan=torch.inf), size - az / s + jacobian)
+        slack = 64 * d * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(a, dim=-1)
+        low, high = (low - slack).clamp(max=0.0).sum(1), (high + slack).clamp(min=0.0).sum(1)
+        assert self.radius is not None
+        ball = self.radius.double().unsqueeze(1) * torch.linalg.vector_norm(w.double(), dim=1)
+        grow = 1.0 + 4 * torch.finfo(w.dtype).eps
+        low, high = torch.maximum(low, -ball), torch.minimum(high, ball)
+        return (low * grow).to(w.dtype), (high * grow).to(w.dtype)
+
+
+def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bool = True) -> AffineForm:
+    """`z / √(‖z‖²/d + ϵ)` over the last axis, z centred (LayerNorm) or not (RMSNorm); no gain, no bias.
+
+    Arguments:
+        x: (batch, …, d).
+    """
+    dtype, shape = x.centre.dtype, x.centre.shape
+    d = shape[-1]
+    x = x.linear(lambda t: t.reshape(len(t), -1, d))
+    z, g = x.centre.double(), x.generators
+    if center:
+        z, g = z - z.mean(-1, keepdim=True), g - g.mean(-1, keepdim=True)
+    s = scale(z, eps)
+    z_size = torch.linalg.vector_norm(z, dim=-1)
+    moves: list[tuple[Tensor, Tensor | None]] = []
+    rho = torch.zeros_like(s)
+    supports = groups.supports(g)
+    for (error_set, w), support in zip(groups.parts(g), supports, strict=True):
+        support = support.double()
+        best, factor = torch.linalg.vector_norm(support, dim=-1), None
+        if error_set.radius is not None:
+            rows = w.reshape(w.shape[0], -1, *z.shape[1:]).double()
+            ball = groups.growth * error_set.radius.double().reshape(-1, 1, 1, 1)
+            gram = torch.einsum("bktd,bkte->btde", rows, rows) * ball.square()
+            factor = _factor(gram)
+            best = torch.minimum(best, gram_norm_upper(gram).sqrt())
+        rho = rho + best
+        moves.append((support, factor))
+    along = (g * z.unsqueeze(1).to(dtype)).sum(-1)
+    t_low, t_high = (t.double() for t in groups.total(groups.ranges(along), z[..., 0].to(dtype)))
+    rounding = (groups.growth - 1) * z_size * rho  # of sums that cancel
+    t_low, t_high = (t_low - rounding).clamp(max=0.0), t_high + rounding
+    values = scalars(z_size, s, d, eps, t_low, t_high, rho)
+    radius = torch.linalg.vector_norm(remainder_norm(z_size, s, d, rho, values), dim=1) * groups.growth
+
+    output = (z / s.unsqueeze(-1)).to(dtype)
+    own = linear_part(g.double(), z.unsqueeze(1), s.unsqueeze(1)).to(dtype)
+    start = groups.add(NormalizationRemainder(label, z, s, values, moves, radius.to(dtype), center))
+    index = torch.arange(output[0].numel())
+    form = AffineForm(output, _append_identity(own, start, index))
+    return form.linear(lambda t: t.reshape(len(t), *shape[1:]))
