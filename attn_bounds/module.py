@@ -223,11 +223,12 @@ class BoundedModule(LirpaModule):
             self._domain = Domain(self)
         return self._domain
 
-    def propagate(self, x: Sequence[Any]) -> Any:
+    def propagate(self, x: Sequence[Any], memory: float | None = None) -> Any:
         """One forward pass in affine forms with error sets: every tensor's form, error sets and ranges.
 
         Arguments:
             x: one `BoundedTensor` (batch, *input).
+            memory: bytes that the whole process should stay within, or None; see `Domain.run`.
 
         Returns:
             `attn_bounds.domain.propagate.Propagation`.
@@ -247,12 +248,17 @@ class BoundedModule(LirpaModule):
         else:
             radius = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1).expand(batch)
         with torch.no_grad():
-            return self.domain().run(value, norm, radius)
+            return self.domain().run(value, norm, radius, memory)
 
     def _sensitivity(
-        self, x: Sequence[Any], C: Any, bound_lower: bool = True, bound_upper: bool = True
+        self,
+        x: Sequence[Any],
+        C: Any,
+        bound_lower: bool = True,
+        bound_upper: bool = True,
+        memory: float | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        found = self.propagate(x)
+        found = self.propagate(x, memory)
         centre = found.output.centre
         if C is None:
             C = torch.eye(centre[0].numel(), dtype=centre.dtype)

@@ -296,7 +296,7 @@ class Verifier:
         found = self.graph(stock=False).propagate((bounded,))
         a = spec.A[row : row + 1].to(x)[None]
         with torch.no_grad():
-            shares = [(s.label, s.size, float(loss[0, 0])) for s, loss in found.shares(a)]
+            shares = [(label, size, float(loss[0, 0])) for label, size, loss in found.shares(a)]
             centre = float((a[0] @ found.output.centre.flatten(1).T)[0, 0]) - float(spec.b[row])
         return Explanation(row=row, margin=float(rows[row]), centre=centre, shares=shares)
 

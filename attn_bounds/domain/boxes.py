@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .forms import AffineForm, Groups
+from .forms import NO_SYMBOLS, AffineForm, Groups, Rest
 from .rules import _append_identity
 from .sets import BoxInBall
 
@@ -32,6 +32,11 @@ def with_errors(
     if len(index) == 0:
         return form
     dtype = form.centre.dtype
+    if groups.room(len(index)) < len(index):
+        groups.folded.append((label, len(index)))
+        size = torch.maximum(-low, high).clamp(min=0.0).reshape(form.centre.shape)
+        rest = Rest.boxed((size * groups.growth).to(dtype))
+        return AffineForm(form.centre, form.generators, rest if form.rest is None else form.rest + rest)
     # the box is rounded to the form's dtype; growth is more than that
     low = (low[:, index].clamp(max=0.0) * groups.growth).to(dtype)
     high = (high[:, index].clamp(min=0.0) * groups.growth).to(dtype)
@@ -40,4 +45,13 @@ def with_errors(
     )
     start = groups.add(BoxInBall(label, low, high, (ball * groups.growth).to(dtype)))
     size = live[:, index].to(dtype)
-    return AffineForm(form.centre, _append_identity(form.generators, start, index, size))
+    return AffineForm(form.centre, _append_identity(form.generators, start, index, size), form.rest)
+
+
+def with_symbols(x: AffineForm, groups: Groups) -> AffineForm:
+    """The form with a symbol for each of its errors that has none: for rules that know symbols only."""
+    if x.rest is None:
+        return x
+    box, norm = x.rest.box.flatten(1), torch.linalg.vector_norm(x.rest.norm.flatten(1), dim=1)
+    start = groups.add(BoxInBall(NO_SYMBOLS, -box, box, norm * groups.growth))
+    return AffineForm(x.centre, _append_identity(x.generators, start, torch.arange(box.shape[1])))

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..norms import spectral_norm_upper
 from .sets import ErrorSet, Range
 
+NO_SYMBOLS = "errors without symbols (memory)"  # their label in reports
 SPECTRAL_SIZE = 1024  # a larger block is not worth its Gram matrix
 
 

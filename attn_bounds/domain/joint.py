@@ -99,7 +99,8 @@ class ReluStep(Step):
 
     Arguments:
         error_set: its symbols are the N neurons' errors relative to slope λ.
-        generators: (batch, K, N) of the inputs. box: (batch, N) of what has no symbols, or None. centre, low, high, slope: (batch, N).
+        generators: (batch, K, N) of the inputs. box: (batch, N) of what has no symbols, or None.
+        centre, low, high, slope: (batch, N).
         live: (batch, N) 1 where a sample's neuron is unstable, else 0.
         supports: per group (batch, N), bounds of what it moves.
     """
@@ -343,7 +344,7 @@ class _Walk:
 
     def _modes(self) -> list[Mode]:
         if self.dense:
-            return ["full"] * len(self.later)
+            return ["none" if s.step is None else "full" for s in self.later]
         modes: list[Mode] = ["none"] * len(self.later)
         if self.norm in (0.0, 1.0):
             return modes

@@ -14,7 +14,7 @@ from ..sensitivity.normalization import (
     scalars,
     scale,
 )
-from .forms import AffineForm, Groups
+from .forms import AffineForm, Groups, Rest
 from .rules import _append_identity, _factor
 from .sets import ErrorSet, Range
 
@@ -108,10 +108,16 @@ def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bo
     rounding = (groups.growth - 1) * z_size * rho  # of sums that cancel
     t_low, t_high = (t_low - rounding).clamp(max=0.0), t_high + rounding
     values = scalars(z_size, s, d, eps, t_low, t_high, rho)
-    radius = torch.linalg.vector_norm(remainder_norm(z_size, s, d, rho, values), dim=1) * groups.growth
+    row_radius = remainder_norm(z_size, s, d, rho, values) * groups.growth
+    radius = torch.linalg.vector_norm(row_radius, dim=1)
 
     output = (z / s.unsqueeze(-1)).to(dtype)
     own = linear_part(g.double(), z.unsqueeze(1), s.unsqueeze(1)).to(dtype)
+    if groups.room(output[0].numel()) < output[0].numel():
+        groups.folded.append((label, output[0].numel()))
+        row_radius = row_radius.to(dtype)
+        rest = Rest(row_radius.unsqueeze(-1).expand(output.shape), row_radius)
+        return AffineForm(output, own, rest).linear(lambda t: t.reshape(len(t), *shape[1:]))
     start = groups.add(NormalizationRemainder(label, z, s, values, moves, radius.to(dtype), center))
     index = torch.arange(output[0].numel())
     form = AffineForm(output, _append_identity(own, start, index))

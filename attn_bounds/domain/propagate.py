@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from . import nodes as rules_of
-from .forms import AffineForm, Groups
+from .boxes import with_symbols
+from .forms import NO_SYMBOLS, AffineForm, Groups, Rest
 from .joint import joint_losses
 from .nodes import AVERAGE, is_unit, reads
 from .nodes import kind as _kind
 from .nodes import value as _value
 from .rules import attention, relu
-from .sets import Ball, ErrorSet
+from .sets import Ball
 
 # Affine in their one perturbed input: the node's own forward maps the centre and all generators at once.
 LINEAR = {
@@ -47,6 +48,23 @@ LINEAR = {
 }
 
 
+# Only move, copy or drop entries; concatenation with constants does as far as errors go.
+MOVES = {
+    "BoundConcat",
+    "BoundFlatten",
+    "BoundGather",
+    "BoundInputBox",
+    "BoundReshape",
+    "BoundSlice",
+    "BoundSplit",
+    "BoundSqueeze",
+    "BoundTranspose",
+    "BoundUnsqueeze",
+}
+OVERHEAD = 6e8  # bytes that Python and the libraries take
+COPIES = 4  # of the generators of the largest tensor that a rule may hold at once
+
+
 @dataclass
 class Propagation:
     """Result of a pass.
@@ -68,9 +86,18 @@ class Propagation:
         centre, losses = self._losses(a)
         return centre - torch.stack(losses).sum(0).to(centre)
 
-    def shares(self, a: Tensor) -> list[tuple[ErrorSet, Tensor]]:
-        """What each error set takes from the lower bounds of functionals: (set, (batch, rows)), in order."""
-        return list(zip(self.groups.sets, self._losses(a)[1], strict=False))
+    def shares(self, a: Tensor) -> list[tuple[str, int, Tensor]]:
+        """What each error set takes from the lower bounds of functionals, in order of creation.
+
+        Returns:
+            label, number of symbols, (batch, rows).
+        """
+        named = [(s.label, s.size) for s in self.groups.sets]
+        losses = self._losses(a)[1]
+        if self.output.rest is not None:
+            *losses, last = losses
+            return [*((*n, x) for n, x in zip(named, losses, strict=False)), (NO_SYMBOLS, 0, last)]
+        return [(*n, x) for n, x in zip(named, losses, strict=False)]
 
     def _losses(self, a: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Values at the centre, and per error set what it takes: the better of two ways to add up."""
@@ -80,7 +107,14 @@ class Propagation:
         total = torch.stack(alone).sum(0)
         joint = joint_losses(self.groups, generators.mT, total, self.iterations)
         better = torch.stack(joint).sum(0) < total
-        return centre, [torch.where(better, j.to(x), x) for j, x in zip(joint, alone, strict=True)]
+        losses = [torch.where(better, j.to(x), x) for j, x in zip(joint, alone, strict=True)]
+        if (rest := self.output.rest) is not None:
+            rows = a.reshape(*a.shape[:2], *rest.box.shape[1:])
+            by_norm = torch.linalg.vector_norm(rows, dim=-1) * rest.norm.unsqueeze(1)
+            by_box = (rows.abs() * rest.box.unsqueeze(1)).flatten(2).sum(-1)
+            by_norm = by_norm.reshape(*a.shape[:2], -1).sum(-1)
+            losses.append(torch.minimum(by_box, by_norm) * self.groups.growth)
+        return centre, losses
 
 
 class Domain:
@@ -127,22 +161,27 @@ class Domain:
             return rules_of.aligned(node, inputs)
         return rules_of.handles(node, inputs) or (len(inputs) == 1 and kind in LINEAR)
 
-    def run(self, centre: Tensor, norm: float, radius: Tensor) -> Propagation:
+    def run(self, centre: Tensor, norm: float, radius: Tensor, memory: float | None = None) -> Propagation:
         """Propagate a batch of balls or boxes.
 
         Arguments:
             centre: (batch, *input).
             norm: 1, 2 or inf.
             radius: (batch,) of an l1 or l2 ball; (batch, *input) half widths of a box.
+            memory: bytes for the whole process. Where they do not suffice, errors of later layers get no
+                symbols, which is sound and looser (`Groups.folded`).
 
         Raises:
-            UnsupportedModelError: a node for which there is no rule.
+            UnsupportedModelError: a node for which there is no rule, or memory that the input's own symbols
+                do not fit in.
         """
         dtype = centre.dtype
         # rounding of generators that are sums of products of up to a few thousand terms
         groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps)
         if self._gap:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
+        if memory is not None:
+            groups.limit, groups.spare = self._symbols(memory, len(centre), dtype)
         uses = Counter(i.name for n in self.nodes for i in self._reads(n))
         forms: dict[str, AffineForm] = {}
         layers: Counter[str] = Counter()
@@ -171,7 +210,7 @@ class Domain:
                 forms[node.name], bounds[node.inputs[0].name] = relu(forms[moving[0].name], groups, label)
             elif rules_of.handles(node, moving):
                 rank = len(node.output_shape)
-                form = partial(self._form, forms=forms, groups=groups, rank=rank)
+                form = partial(self._with_symbols, forms=forms, groups=groups, rank=rank)
                 forms[node.name] = rules_of.apply(node, form, self._moves, groups, layers, bounds)
             elif len(moving) == 2:
                 forms[node.name] = forms[moving[0].name] + forms[moving[1].name]
@@ -183,9 +222,26 @@ class Domain:
                     del forms[i.name]
         return Propagation(forms[self.graph.final_name], groups, bounds)
 
+    def _symbols(self, memory: float, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+        """How many symbols fit in so many bytes, and how many numbers are left for the final functionals."""
+        moving = [n for n in self.nodes if n.name in self.moving and n.name in self.needed]
+        largest = max(math.prod(n.output_shape[1:]) for n in moving)
+        numbers = max(0.0, memory - OVERHEAD) / torch.finfo(dtype).bits * 8
+        return int(0.8 * numbers / (COPIES * batch * largest)), int(0.2 * numbers)
+
+    def _fits(self, groups: Groups, symbols: int, batch: int, dtype: torch.dtype) -> None:
+        if groups.limit is not None and symbols > groups.limit:
+            per_symbol = (2 * OVERHEAD - OVERHEAD) / max(1, self._symbols(2 * OVERHEAD, batch, dtype)[0])
+            needed = OVERHEAD + per_symbol * symbols
+            raise UnsupportedModelError(
+                f"method sensitivity needs about {needed / 1e9:.1f} GB for the {symbols} symbols of the "
+                f"input (batch {batch}); the memory limit leaves room for {groups.limit}"
+            )
+
     def _input(self, centre: Tensor, radius: Tensor, norm: float, groups: Groups) -> AffineForm:
         """The input itself: one symbol per entry."""
         size = centre[0].numel()
+        self._fits(groups, size, len(centre), centre.dtype)
         eye = torch.eye(size, dtype=centre.dtype).reshape(1, size, *centre.shape[1:])
         groups.add(Ball("input", size, norm, len(centre), centre))
         return AffineForm(centre, eye * _per_symbol(radius, size, norm, centre.ndim))
@@ -207,6 +263,7 @@ class Domain:
         matrix = self._first[node.name]
         if norm == 2.0:
             matrix = self._first.get(node.name + "/l2", matrix)
+        self._fits(groups, len(matrix), len(centre), centre.dtype)
         generators = matrix.unsqueeze(0) * _per_symbol(radius, size, norm, out.ndim)
         groups.add(Ball("input", generators.shape[1], norm, len(centre), centre))
         return AffineForm(out, generators)
@@ -239,7 +296,9 @@ class Domain:
 
     def _linear(self, node: Any, forms: dict[str, AffineForm]) -> AffineForm:
         position = next(p for p, i in enumerate(node.inputs) if i.name in forms)
-        return forms[node.inputs[position].name].linear(*_maps(node, position))
+        form = forms[node.inputs[position].name]
+        f, homogeneous = _maps(node, position)
+        return form.linear(f, homogeneous, lambda rest: _image(rest, node, position, homogeneous))
 
     def _attention(
         self,
@@ -261,6 +320,9 @@ class Domain:
 
     def _moves(self, node: Any) -> bool:
         return node.name in self.moving
+
+    def _with_symbols(self, node: Any, forms: dict[str, AffineForm], groups: Groups, rank: int) -> AffineForm:
+        return with_symbols(self._form(node, forms, groups, rank), groups)
 
     def _form(self, node: Any, forms: dict[str, AffineForm], groups: Groups, rank: int) -> AffineForm:
         """The form of a node; a constant, which may lack the batch dimension, has no symbols."""
@@ -295,13 +357,46 @@ def _maps(node: Any, position: int) -> tuple[Callable[[Tensor], Tensor], Callabl
         added = list(range(len(values)))
     zeros = [torch.zeros_like(v) if p in added and isinstance(v, Tensor) else v for p, v in enumerate(values)]
 
+    def apply(x: Tensor, others: list[Any]) -> Any:
+        if kind == "BoundConcat":  # nothing broadcasts there
+            others = [v if v is None else v.expand(len(x), *v.shape[1:]) for v in others]
+        return node.forward(*[x if p == position else v for p, v in enumerate(others)])
+
     def f(x: Tensor) -> Any:
-        return node.forward(*[x if p == position else v for p, v in enumerate(values)])
+        return apply(x, values)
 
     def homogeneous(x: Tensor) -> Any:
-        return node.forward(*[x if p == position else v for p, v in enumerate(zeros)])
+        return apply(x, zeros)
 
     return f, homogeneous
+
+
+def _image(rest: Rest, node: Any, position: int, homogeneous: Callable[[Tensor], Tensor]) -> Rest:
+    """What a linear node makes of errors without symbols."""
+    kind = _kind(node)
+    if kind in MOVES:
+        return rest.moved(homogeneous)
+    if kind in ("BoundAdd", "BoundSub", "BoundNeg"):
+        return rest
+    others = [_value(i) for p, i in enumerate(node.inputs) if p != position]
+    if kind == "BoundMul":
+        return rest.scaled(others[0])
+    rank, d = rest.box.ndim, rest.box.shape[-1]
+    right = kind == "BoundLinear" or (kind in ("BoundMatMul", "RepairedMatMul") and position == 0)
+    if right and others[0].ndim == 2:
+        weight = homogeneous(torch.eye(d, dtype=rest.box.dtype).reshape(d, *[1] * (rank - 2), d))
+        return rest.through(weight.reshape(d, -1))
+    if kind in ("BoundReduceMean", "BoundReduceSum"):
+        whole = homogeneous(rest.box)
+        kept = whole.shape[-1] == d and whole.ndim > 1
+        last = {int(a) % rank for a in (node.axis if isinstance(node.axis, (list, tuple)) else [node.axis])}
+        return rest.summed(homogeneous) if kept and rank - 1 not in last else Rest.boxed(whole)
+    values = [_value(i) for i in node.inputs]
+    sizes = [v.abs() if isinstance(v, Tensor) else v for v in values]
+    if kind == "BoundConv" and len(sizes) > 2:
+        sizes[2] = torch.zeros_like(sizes[2])
+    sizes[position] = rest.box
+    return Rest.boxed(node.forward(*sizes))
 
 
 def _topological(graph: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..sensitivity.remainder import RowData, chi, curvature_bound, psi, slope_bound, weighted_deviation
 from ..sensitivity.softmax import probability_box
-from .forms import AffineForm, Groups
+from .forms import AffineForm, Groups, Rest
 from .rules import _append_identity
 from .sets import AttentionRemainder, BoxInBall, ErrorSet, Range
 
@@ -121,9 +121,16 @@ def softmax(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tupl
         (high.flatten(1) * grow).to(dtype),
         (torch.linalg.vector_norm(row_radius.flatten(1), dim=1) * grow).to(dtype),
     )
+    weighted = d * weight
+    if groups.room(box.size) < box.size:
+        groups.folded.append((label, box.size))
+        sides = torch.maximum(-box.lower, box.upper).reshape(p.shape)
+        output = AffineForm(p.to(dtype), weighted, Rest(sides, (row_radius * grow).to(dtype)))
+        output = output.linear(lambda t: t.reshape(len(t), *shape[1:]))
+        return output, (p_low.reshape(shape).to(dtype), p_high.reshape(shape).to(dtype))
     values = eye.expand(*p.shape[:2], m, m)
     start = groups.add(SoftmaxRemainder(label, box, AttentionRemainder(label, values, p, rows, [])))
     index = torch.arange(p[0].numel())
-    output = AffineForm(p.to(dtype), _append_identity(d * weight, start, index))
+    output = AffineForm(p.to(dtype), _append_identity(weighted, start, index))
     output = output.linear(lambda t: t.reshape(len(t), *shape[1:]))
     return output, (p_low.reshape(shape).to(dtype), p_high.reshape(shape).to(dtype))
