@@ -361,6 +361,12 @@ def explain(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="4GB", rich_help_panel=_LIMIT, help="What the pass may plan for; its cost is shown."
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="F.png", help="Also draw it (extra `plot`).")] = None,
     as_json: Json = False,
 ) -> None:

@@ -18,7 +18,8 @@ import onnx_export
 from . import inputs, report
 from .errors import InputError
 from .jobs import Item, Jobs
-from .limits import LimitedVerifier, check_timeout, parse_memory
+from .limits import LimitedVerifier, check_timeout
+from .memory import parse_memory
 from .results import Certificate
 from .verifier import Verifier, check_method
 
@@ -84,8 +85,11 @@ def _session(
     timeout: float | None,
     memory: str | None,
     as_json: bool,
+    enforced: bool = True,
 ) -> Iterator[Session]:
     """Check the options, load the model, read the inputs.
+
+    enforced: whether limits are kept by a child process; else method sensitivity plans for the memory, alone.
 
     Meanwhile stdout is `Session.out`'s: what libraries print goes to stderr.
     """
@@ -108,8 +112,8 @@ def _session(
     out = report.Output(sys.stdout, as_json)
     with contextlib.redirect_stdout(sys.stderr), inputs.quiet(threads), contextlib.ExitStack() as stack:
         jobs: Jobs | LimitedVerifier
-        if timeout is None and memory is None:
-            jobs = Jobs(Verifier(model, **options))
+        if not enforced or (timeout is None and memory is None):
+            jobs = Jobs(Verifier(model, memory=memory, **options))
         else:
             jobs = stack.enter_context(LimitedVerifier(model, timeout=timeout, memory=memory, **options))
         if data is not None:
@@ -248,7 +252,7 @@ def compare(*, eps: list[float] | None, methods: str, attack: bool, **options: A
 def explain(*, eps: float | None, plot: Path | None, **options: Any) -> None:
     """`attn-bounds explain`."""
     _check_set(eps, options)
-    unused: dict[str, Any] = {"timeout": None, "memory": None, "restarts": 1, "steps": 0, "seed": 0}
+    unused: dict[str, Any] = {"timeout": None, "enforced": False, "restarts": 1, "steps": 0, "seed": 0}
     with _session(**options, **unused) as s:
         note = "" if eps is None else s.note()
         _announce(s, note)

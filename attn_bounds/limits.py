@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import threading
 import time
@@ -24,24 +23,13 @@ from torch import Tensor
 
 from .errors import AttnBoundsError, InputError
 from .jobs import Item, Jobs
+from .memory import parse_memory
 from .properties import Property, Specification
 from .results import Certificate, Radius, versions
 from .verifier import AUTO, Verifier, check_method
 
 LOAD_SECONDS = 600.0  # for building the model, and again for the graph of a method
 POLL = 0.02  # seconds between two looks at the clock and the child's memory
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def parse_memory(memory: str | float | None) -> float | None:
-    """ "4GB", "500 MB", "2GiB" or bytes → bytes; None stays None. Raises InputError."""
-    if memory is None:
-        return None
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmg]?i?b|)\s*", str(memory).lower())
-    size = float(match[1]) * UNITS.get(match[2], math.nan) if match else math.nan
-    if not 0 < size < math.inf:
-        raise InputError(f"memory limit {memory!r} is malformed; write it like 4GB, 500MB or in bytes")
-    return size
 
 
 def check_timeout(timeout: float | None) -> float | None:
@@ -115,6 +103,7 @@ class LimitedVerifier:
             kept for later jobs; building each may take `LOAD_SECONDS` at most.
         memory: "4GB", "500MB" or bytes, or None: resident memory of the whole child, in which Python and
             torch alone take about 400 MB. It is looked at every `POLL` seconds, so a short peak can pass.
+            Method sensitivity plans to stay below it: errors that there is no memory for get no symbols.
         verifier_kwargs: of `Verifier`.
 
     A script that uses this must start its work below `if __name__ == "__main__":`, as everywhere with
@@ -134,6 +123,7 @@ class LimitedVerifier:
     ) -> None:
         self.model, self.kwargs = str(model_path), verifier_kwargs
         self.timeout, self.memory = check_timeout(timeout), parse_memory(memory)
+        self.kwargs["memory"] = self.memory
         self._process: Any = None
         self._connection: Connection | None = None
         self._shape: tuple[tuple[int, ...], int] | None = None

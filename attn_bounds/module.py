@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import lirpa
+from .domain.forms import NO_SYMBOLS
 from .lirpa import (
     BoundConv,
     BoundLinear,
@@ -27,6 +28,24 @@ from .operators.repairs import repairs
 
 ALPHA_METHODS = ("alpha-crown", "crown-optimized")
 Bounds = tuple[Tensor, Tensor]
+
+
+class Folded(NamedTuple):
+    """What a memory budget did to method `sensitivity`.
+
+    Attributes:
+        errors: how many errors got no symbols.
+        loss: (batch, spec) what they take from the lower bounds.
+    """
+
+    errors: int
+    loss: Tensor
+
+    @classmethod
+    def of(cls, folded: list[tuple[str, int]], shares: list[Any], lower: Tensor) -> Folded:
+        losses = [s.loss for s in shares if s.label == NO_SYMBOLS]
+        total = torch.stack(losses).sum(0) if losses else torch.zeros_like(lower)
+        return cls(sum(count for _, count in folded), total.to(lower))
 
 
 class NodeStore:
@@ -112,6 +131,7 @@ class BoundedModule(LirpaModule):
         self.dtype = example.dtype
         self._running = False
         self._domain: Any = None
+        self.folded: Folded | None = None  # of the last bounds by method `sensitivity`
         self.eval()
 
     def _nonlinear_on_input(self) -> bool:
@@ -263,7 +283,13 @@ class BoundedModule(LirpaModule):
         if C is None:
             C = torch.eye(centre[0].numel(), dtype=centre.dtype)
         rows = C.to(centre).expand(len(centre), *C.shape[-2:])
-        return found.lower(rows) if bound_lower else None, -found.lower(-rows) if bound_upper else None
+        lower = upper = None
+        if bound_lower:
+            lower, shares = found.lower(rows)
+            self.folded = Folded.of(found.groups.folded, shares, lower)
+        if bound_upper:
+            upper = -found.lower(-rows)[0]
+        return lower, upper
 
     def _optimised_nodes(self) -> list[Any]:
         if lirpa.is_old():

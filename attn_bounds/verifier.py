@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from . import lirpa
 from .attack import attack_radius, pgd
-from .errors import InputError
+from .errors import InputError, UnsupportedModelError
+from .memory import parse_memory
 from .pixels import PixelUnits
 from .properties import InputSet, Property, Specification
 from .results import Certificate, Explanation, Radius, digest, merge, versions, worse
@@ -52,6 +53,8 @@ class Verifier:
         mean, std: per channel; input sets are then in pixel units, and `x` still in the model's units.
         logits: take a final Softmax, ArgMax or single Sigmoid off, and bound the logits.
         relaxation: of attention in our methods, "lse" or "key".
+        memory: "4GB" or bytes that method `sensitivity` plans to stay within; it gets looser where they do
+            not suffice, and says so. A limit that is enforced, for every method, is `LimitedVerifier`'s.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -68,6 +71,7 @@ class Verifier:
         std: Sequence[float] | None = None,
         logits: bool = True,
         relaxation: str = "lse",
+        memory: str | float | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise InputError(f"dtype {dtype} is not supported; use float32 or float64")
@@ -77,6 +81,7 @@ class Verifier:
             relaxation,
             logits,
         )
+        self.memory = parse_memory(memory)
         self.oracle: Any = None
         self.head = self.model_sha256 = ""
         self.path: Path | None = None
@@ -237,10 +242,15 @@ class Verifier:
         bounded, x = self._bounded(inputs)
         functionals = torch.stack([s.A for s in specs]).to(x)
         name = method.removeprefix("stock-")
+        extra = {"memory": self.memory} if name == "sensitivity" else {}
         with torch.set_grad_enabled(name == "alpha-crown"):
             try:
                 lower, _ = graph.compute_bounds(
-                    x=(bounded,), C=functionals, method=_LIRPA_NAME.get(name, name), bound_upper=name == "ibp"
+                    x=(bounded,),
+                    C=functionals,
+                    method=_LIRPA_NAME.get(name, name),
+                    bound_upper=name == "ibp",
+                    **extra,
                 )
             except AssertionError:
                 if not stock:
@@ -293,11 +303,14 @@ class Verifier:
         rows = self.row_bounds([inputs], [spec], "sensitivity")[0]
         group = min(spec.groups, key=lambda g: float(rows[list(g)].max()))
         row = max(group, key=lambda r: float(rows[r]))
-        found = self.graph(stock=False).propagate((bounded,))
+        found = self.graph(stock=False).propagate((bounded,), self.memory)
         a = spec.A[row : row + 1].to(x)[None]
+        losses: dict[tuple[str, int], float] = {}
         with torch.no_grad():
-            shares = [(label, size, float(loss[0, 0])) for label, size, loss in found.shares(a)]
+            for label, size, loss in found.lower(a)[1]:
+                losses[label, size] = losses.get((label, size), 0.0) + float(loss[0, 0])
             centre = float((a[0] @ found.output.centre.flatten(1).T)[0, 0]) - float(spec.b[row])
+        shares = [(*key, loss) for key, loss in losses.items()]
         return Explanation(row=row, margin=float(rows[row]), centre=centre, shares=shares)
 
     def _finite_at(self, center: Tensor) -> bool:
@@ -463,10 +476,22 @@ class Verifier:
             if not todo:
                 break
             begin = time.perf_counter()
-            bounds = self.row_bounds([inputs[i] for i in todo], [specs[i] for i in todo], stage)
+            try:
+                bounds = self.row_bounds([inputs[i] for i in todo], [specs[i] for i in todo], stage)
+            except UnsupportedModelError as e:  # sensitivity without the memory for its input
+                if method != "auto":
+                    raise
+                for i in todo:
+                    update(i, reason=str(e))
+                continue
             seconds = (time.perf_counter() - begin) / len(todo)
-            for i, row in zip(todo, bounds, strict=True):
-                update(i, **merge(results[i], stage, row, specs[i], seconds))
+            for k, (i, row) in enumerate(zip(todo, bounds, strict=True)):
+                changes = merge(results[i], stage, row, specs[i], seconds)
+                if stage == "sensitivity" and (folded := self.graph(stock=False).folded) is not None:
+                    deciding = int((row - specs[i].margin(row)).abs().argmin())
+                    changes["tried"][-1]["errors_without_symbols"] = folded.errors
+                    changes["tried"][-1]["margin_they_take"] = float(folded.loss[k, deciding])
+                update(i, **changes)
         return results
 
     def certify_inputs(
@@ -614,7 +639,12 @@ class Verifier:
             ball = InputSet.ball(center, norm, eps, clip)
             best = None
             for stage in stages:
-                row = self.row_bounds([ball], [spec], stage)[0]
+                try:
+                    row = self.row_bounds([ball], [spec], stage)[0]
+                except UnsupportedModelError:
+                    if method != "auto":
+                        raise
+                    continue
                 if not bool(torch.isfinite(row).all()):
                     continue
                 best = row if best is None else torch.maximum(best, row)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,19 @@ OVERHEAD = 6e8  # bytes that Python and the libraries take
 COPIES = 4  # of the generators of the largest tensor that a rule may hold at once
 
 
+class Share(NamedTuple):
+    """What one error set takes from lower bounds.
+
+    Attributes:
+        symbols: how many it has.
+        loss: (batch, rows).
+    """
+
+    label: str
+    symbols: int
+    loss: Tensor
+
+
 @dataclass
 class Propagation:
     """Result of a pass.
@@ -81,23 +94,21 @@ class Propagation:
     bounds: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     iterations: int = 16
 
-    def lower(self, a: Tensor) -> Tensor:
-        """Lower bounds of functionals of the output: (batch, rows, outputs) → (batch, rows)."""
-        centre, losses = self._losses(a)
-        return centre - torch.stack(losses).sum(0).to(centre)
+    def lower(self, a: Tensor) -> tuple[Tensor, list[Share]]:
+        """Lower bounds of functionals of the output, and what each error set takes from them.
 
-    def shares(self, a: Tensor) -> list[tuple[str, int, Tensor]]:
-        """What each error set takes from the lower bounds of functionals, in order of creation.
+        Arguments:
+            a: (batch, rows, outputs).
 
         Returns:
-            label, number of symbols, (batch, rows).
+            (batch, rows), and the shares in order of creation.
         """
-        named = [(s.label, s.size) for s in self.groups.sets]
-        losses = self._losses(a)[1]
+        centre, losses = self._losses(a)
+        named = [(s.label, s.size) for s in self.groups.sets[: len(losses)]]
         if self.output.rest is not None:
-            *losses, last = losses
-            return [*((*n, x) for n, x in zip(named, losses, strict=False)), (NO_SYMBOLS, 0, last)]
-        return [(*n, x) for n, x in zip(named, losses, strict=False)]
+            named[len(losses) - 1 :] = [(NO_SYMBOLS, 0)]
+        shares = [Share(*n, loss) for n, loss in zip(named, losses, strict=True)]
+        return centre - torch.stack(losses).sum(0).to(centre), shares
 
     def _losses(self, a: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Values at the centre, and per error set what it takes: the better of two ways to add up."""

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from attn_bounds import Certificate, InputError, Property, Verifier, certify, limits
-from attn_bounds.limits import LimitedVerifier, check_timeout, parse_memory
+from attn_bounds.limits import LimitedVerifier, check_timeout
+from attn_bounds.memory import parse_memory
 
 from .small_models import DIGITS, digits, relu_model
 

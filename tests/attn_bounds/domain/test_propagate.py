@@ -374,7 +374,7 @@ def test_small_generators_survive_large_constants() -> None:
     x = torch.zeros(1, 64)
     bounded = lirpa.BoundedTensor(x, lirpa.perturbation(math.inf, None, x - 1e-6, x + 1e-6))
     found = BoundedModule(module, x).propagate((bounded,))
-    loss = found.shares(torch.ones(1, 1, 1))[0][1]
+    loss = found.lower(torch.ones(1, 1, 1))[1][0].loss
     assert float(loss) == pytest.approx(64e-6, rel=1e-4)
 
 
