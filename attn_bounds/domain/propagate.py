@@ -369,6 +369,8 @@ def _maps(node: Any, position: int) -> tuple[Callable[[Tensor], Tensor], Callabl
     zeros = [torch.zeros_like(v) if p in added and isinstance(v, Tensor) else v for p, v in enumerate(values)]
 
     def apply(x: Tensor, others: list[Any]) -> Any:
+        if kind == "BoundReshape":  # its shape may hold the batch size of the example
+            return x.reshape(len(x), *node.output_shape[1:])
         if kind == "BoundConcat":  # nothing broadcasts there
             others = [v if v is None else v.expand(len(x), *v.shape[1:]) for v in others]
         return node.forward(*[x if p == position else v for p, v in enumerate(others)])
