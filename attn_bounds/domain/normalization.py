@@ -8,6 +8,7 @@ from torch import Tensor
 from ..norms import gram_norm_upper
 from ..sensitivity.normalization import (
     Scalars,
+    difference_norm,
     linear_part,
     remainder_norm,
     remainder_range,
@@ -27,7 +28,8 @@ class NormalizationRemainder(ErrorSet):
         values: `Scalars`, (batch, tokens).
         moves: per group of symbols that h depends on, a bound of each |h_j|, (batch, tokens, d), and L with
             `ρ² G Gᵀ ≤ L Lᵀ`, (batch, tokens, d, d), where the group lies in a ball of radius ρ, else None.
-        radius: (batch,) of an l2 ball that contains the whole remainder.
+        reach: (batch, tokens) bound of each token's remainder in l2.
+        flat: (batch, tokens), tokens without a linear part, whose error is `f(z') − f(z)`.
         centred: whether f' has mean 0.
     """
 
@@ -38,11 +40,14 @@ class NormalizationRemainder(ErrorSet):
         s: Tensor,
         values: Scalars,
         moves: list[tuple[Tensor, Tensor | None]],
-        radius: Tensor,
+        reach: Tensor,
+        flat: Tensor,
         centred: bool,
     ) -> None:
-        self.label, self.size, self.radius = label, z[0].numel(), radius
-        self.z, self.s, self.values, self.moves, self.centred = z, s, values, moves, centred
+        self.label, self.size = label, z[0].numel()
+        self.radius = torch.linalg.vector_norm(reach, dim=1)
+        self.z, self.s, self.values, self.moves = z, s, values, moves
+        self.reach, self.flat, self.centred = reach, flat, centred
 
     def _support(self, a: Tensor) -> Tensor:
         """Bound of |a·h|: (batch, tokens, F, d) → (batch, tokens, F)."""
@@ -64,12 +69,17 @@ class NormalizationRemainder(ErrorSet):
         size = torch.linalg.vector_norm(free, dim=-1) * d**0.5
         s = self.s.unsqueeze(-1)
         jacobian = self._support(linear_part(a, self.z.unsqueeze(-2), s.expand(az.shape)))
-        low = torch.maximum(low.nan_to_num(nan=-torch.inf), -size - az / s - jacobian)
-        high = torch.minimum(high.nan_to_num(nan=torch.inf), size - az / s + jacobian)
+        flat = self.flat.unsqueeze(-1)
+        jacobian = torch.where(flat, torch.zeros_like(jacobian), jacobian)
+        low = torch.where(flat | low.isnan(), -torch.inf, low)
+        high = torch.where(flat | high.isnan(), torch.inf, high)
+        reach = self.reach.unsqueeze(-1) * torch.linalg.vector_norm(a, dim=-1)
+        low = torch.maximum(torch.maximum(low, -size - az / s - jacobian), -reach)
+        high = torch.minimum(torch.minimum(high, size - az / s + jacobian), reach)
         slack = 64 * d * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(a, dim=-1)
         low, high = (low - slack).clamp(max=0.0).sum(1), (high + slack).clamp(min=0.0).sum(1)
         assert self.radius is not None
-        ball = self.radius.double().unsqueeze(1) * torch.linalg.vector_norm(w.double(), dim=1)
+        ball = self.radius.unsqueeze(1) * torch.linalg.vector_norm(w.double(), dim=1)
         grow = 1.0 + 4 * torch.finfo(w.dtype).eps
         low, high = torch.maximum(low, -ball), torch.minimum(high, ball)
         return (low * grow).to(w.dtype), (high * grow).to(w.dtype)
@@ -77,6 +87,8 @@ class NormalizationRemainder(ErrorSet):
 
 def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bool = True) -> AffineForm:
     """`z / √(‖z‖²/d + ϵ)` over the last axis, z centred (LayerNorm) or not (RMSNorm); no gain, no bias.
+
+    A token that moves so far that its remainder is larger than its difference gets no linear part.
 
     Arguments:
         x: (batch, …, d).
@@ -108,17 +120,22 @@ def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bo
     rounding = (groups.growth - 1) * z_size * rho  # of sums that cancel
     t_low, t_high = (t_low - rounding).clamp(max=0.0), t_high + rounding
     values = scalars(z_size, s, d, eps, t_low, t_high, rho)
-    row_radius = remainder_norm(z_size, s, d, rho, values) * groups.growth
-    radius = torch.linalg.vector_norm(row_radius, dim=1)
+    reach, far = remainder_norm(z_size, rho, values), difference_norm(s, d, rho)
+    flat = ~(reach <= far)  # there the Jacobian is worth less than nothing
+    reach = torch.where(flat, far, reach) * groups.growth
+    reach = torch.where(
+        torch.isfinite(rho) & torch.isfinite(s), reach, torch.nan
+    )  # the unknown stays unknown
 
     output = (z / s.unsqueeze(-1)).to(dtype)
     own = linear_part(g.double(), z.unsqueeze(1), s.unsqueeze(1)).to(dtype)
+    own = torch.where(flat[:, None, :, None], torch.zeros_like(own), own)
     if groups.room(output[0].numel()) < output[0].numel():
         groups.folded.append((label, output[0].numel()))
-        row_radius = row_radius.to(dtype)
-        rest = Rest(row_radius.unsqueeze(-1).expand(output.shape), row_radius)
+        length = reach.to(dtype) * groups.growth
+        rest = Rest(length.unsqueeze(-1).expand(output.shape), length)
         return AffineForm(output, own, rest).linear(lambda t: t.reshape(len(t), *shape[1:]))
-    start = groups.add(NormalizationRemainder(label, z, s, values, moves, radius.to(dtype), center))
+    start = groups.add(NormalizationRemainder(label, z, s, values, moves, reach, flat, center))
     index = torch.arange(output[0].numel())
     form = AffineForm(output, _append_identity(own, start, index))
     return form.linear(lambda t: t.reshape(len(t), *shape[1:]))

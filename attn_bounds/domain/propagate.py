@@ -62,7 +62,7 @@ MOVES = {
     "BoundUnsqueeze",
 }
 OVERHEAD = 6e8  # bytes that Python and the libraries take
-COPIES = 4  # of the generators of the largest tensor that a rule may hold at once
+COPIES = 3  # of the generators of the largest tensor that a rule holds at once
 
 
 class Share(NamedTuple):
@@ -193,7 +193,8 @@ class Domain:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
         if memory is not None:
             groups.limit, groups.spare = self._symbols(memory, len(centre), dtype)
-        uses = Counter(i.name for n in self.nodes for i in self._reads(n))
+        # a shape reads nothing of a form, and is computed already
+        uses = Counter(i.name for n in self.nodes if n.name in self.moving for i in self._reads(n))
         forms: dict[str, AffineForm] = {}
         layers: Counter[str] = Counter()
         bounds: dict[str, tuple[Tensor, Tensor]] = {}
@@ -238,7 +239,7 @@ class Domain:
         moving = [n for n in self.nodes if n.name in self.moving and n.name in self.needed]
         largest = max(math.prod(n.output_shape[1:]) for n in moving)
         numbers = max(0.0, memory - OVERHEAD) / torch.finfo(dtype).bits * 8
-        return int(0.8 * numbers / (COPIES * batch * largest)), int(0.2 * numbers)
+        return int(0.6 * numbers / (COPIES * batch * largest)), int(0.15 * numbers)
 
     def _fits(self, groups: Groups, symbols: int, batch: int, dtype: torch.dtype) -> None:
         if groups.limit is not None and symbols > groups.limit:

@@ -220,8 +220,7 @@ def attention(
     batch, heads, n, _ = q.centre.shape
     m, dv = v.centre.shape[2:]
     symbols = max(q.symbols, k.symbols, v.symbols)
-    size = groups.sets[0].size * batch * heads * n * m
-    keep = groups.keep(size)
+    keep = groups.keep(groups.sets[0].size * batch * heads * m * (n + dv))
     step = max(1, min(n, BLOCK // (symbols * batch * heads * m)))
     blocks = []
     for start in range(0, n, step):
@@ -258,7 +257,7 @@ def attention(
         remainder.step = AttentionStep(
             remainder,
             whole([b.first for b in blocks if b.first is not None], 3),
-            v.generators[:, :first] if bool(v.generators.any()) else None,
+            v.generators[:, :first].clone() if bool(v.generators.any()) else None,
             whole([b.other_sd for b in blocks]),
             whole([b.other_sd_psi for b in blocks]),
             whole([b.other_r for b in blocks]),

@@ -90,15 +90,14 @@ def remainder_range(az: Tensor, ah: Tensor, values: Scalars) -> tuple[Tensor, Te
     )
 
 
-def remainder_norm(z_size: Tensor, s: Tensor, d: int, rho: Tensor, values: Scalars) -> Tensor:
-    """Bound of the remainder's l2 norm, (…).
-
-    The smaller of (10) term by term and of `‖f(z')−f(z)‖ + ‖J h‖`; since
-    `‖f(z')−f(z)‖ ≤ min(ρ/(s − ρ/√d)₊, 2√d)` and `‖J‖ ≤ 1/s`.
-    """
-    by_terms = rho * values.change + z_size * torch.maximum(-values.q_low, values.q_high)
+def difference_norm(s: Tensor, d: int, rho: Tensor) -> Tensor:
+    """Bound of `‖f(z') − f(z)‖₂`, (…): `min(ρ/(s − ρ/√d)₊, 2√d)`."""
     gap = s - rho / d**0.5
     far = torch.where(gap > 0, rho / gap.clamp(min=1e-300), torch.inf).clamp(max=2.0 * d**0.5)
-    whole = far + rho / s
-    grow = 1.0 + ROUNDING * torch.finfo(s.dtype).eps
-    return torch.minimum(by_terms.nan_to_num(nan=torch.inf), whole) * grow
+    return far * (1.0 + ROUNDING * torch.finfo(s.dtype).eps)
+
+
+def remainder_norm(z_size: Tensor, rho: Tensor, values: Scalars) -> Tensor:
+    """Bound of the remainder's l2 norm, (…): (10) term by term; may be infinite or NaN for large moves."""
+    by_terms = rho * values.change + z_size * torch.maximum(-values.q_low, values.q_high)
+    return by_terms * (1.0 + ROUNDING * torch.finfo(rho.dtype).eps)

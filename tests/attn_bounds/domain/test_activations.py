@@ -161,6 +161,15 @@ def test_outside_the_domain_nothing_is_known(name: str, start: float) -> None:
         assert out.centre.isnan().all()
 
 
+def test_logarithm_of_next_to_nothing_is_unknown() -> None:
+    """auto_LiRPA cuts it off at 1e-12."""
+    groups = Groups(growth=1.0)
+    g = torch.full((1, 1, 1), 1e-13).double()
+    groups.add(Ball("input", 1, 2.0, 1, g))
+    out, _ = activation(AffineForm(torch.full((1, 1), 9e-13).double(), g), ALL["BoundLog"], groups, "log")
+    assert out.centre.isnan().all()
+
+
 def test_overflow_of_exp_is_unknown() -> None:
     groups = Groups(growth=1.0)
     g = torch.full((1, 1, 1), 800.0).double()

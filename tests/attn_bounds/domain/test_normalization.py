@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attn_bounds.domain.forms import AffineForm, Groups
-from attn_bounds.domain.normalization import layer_norm
+from attn_bounds.domain.normalization import NormalizationRemainder, layer_norm
 from attn_bounds.domain.sets import Ball
-from attn_bounds.sensitivity.normalization import linear_part, remainder_norm, scalars, scale
+from attn_bounds.sensitivity.normalization import difference_norm, linear_part, remainder_norm, scalars, scale
 
 from ..contract import project
 from ..operators.test_attention import tensor
@@ -65,7 +65,9 @@ def test_scalars_hold(seed: int) -> None:
     room = 1e-15 / eps
     assert (q >= values.q_low - room).all() and (q <= values.q_high + room).all()
     move = (z + h) / after.unsqueeze(1) - z / s - linear_part(h, z, s)
-    assert (move.norm(dim=1) <= remainder_norm(size, s, d, reach, values) + room).all()
+    far = ((z + h) / after.unsqueeze(1) - z / s).norm(dim=1)
+    assert (far <= difference_norm(s, d, reach) + room).all()
+    assert (move.norm(dim=1) <= remainder_norm(size, reach, values) + room).all()
 
 
 def attack(form: AffineForm, functional: Tensor, norm: float, eps: float, center: bool) -> Tensor:
@@ -158,15 +160,33 @@ def test_errors_lie_in_the_ball(dtype: torch.dtype) -> None:
         assert (values <= high.double() + room * 10).all() and (values >= low.double() - room * 10).all()
 
 
-def test_far_away_the_sphere_is_the_bound() -> None:
-    """However large the radius: the result lies on a sphere of radius √d."""
-    g = tensor(7, 1, 4, 1, 4) * 1e6
+@pytest.mark.parametrize("center", [True, False])
+def test_far_away_the_sphere_is_the_bound(center: bool) -> None:
+    """However large the radius: the result lies on a sphere of radius √d, and all of it is reached."""
+    g = torch.eye(4, dtype=torch.float64).reshape(1, 4, 1, 4) * 1e6
+    form = AffineForm(tensor(8, 1, 1, 4), g)
     groups = Groups(growth=1.0)
     groups.add(Ball("input", 4, 2.0, 1, g))
-    out = layer_norm(AffineForm(tensor(8, 1, 1, 4), g), groups, "norm", 1e-5)
-    error_set = groups.sets[1]
-    assert torch.isfinite(out.centre).all() and error_set.radius is not None
-    assert torch.isfinite(error_set.range(tensor(9, 1, 4, 3))[1]).all()
+    out = layer_norm(form, groups, "norm", 1e-5, center)
+    functional = tensor(9, 3, 4)
+    low, high = row_bounds(out, groups, functional)
+    free = functional - functional.mean(1, keepdim=True) if center else functional
+    sphere = 2.0 * free.norm(dim=1)
+    assert torch.allclose(high, sphere, rtol=1e-6) and torch.allclose(low, -sphere, rtol=1e-6)
+    assert (high >= attack(form, functional, 2.0, 1e-5, center) - 1e-12).all()
+
+
+def test_rule_knows_how_the_scale_moves() -> None:
+    """Along z the scale and q reach the ends that the rule gives them."""
+    z = tensor(12, 1, 1, 4)
+    g = 0.3 * z.unsqueeze(1)
+    groups = Groups(growth=1.0)
+    groups.add(Ball("input", 1, 2.0, 1, g))
+    layer_norm(AffineForm(z, g), groups, "norm", 1e-2, center=False)
+    errors = groups.sets[1]
+    assert isinstance(errors, NormalizationRemainder)
+    s, after = scale(z, 1e-2), scale(0.7 * z, 1e-2)
+    assert float(errors.values.change) == pytest.approx(float(1 / after - 1 / s), rel=1e-9)
 
 
 def test_batch_equals_loop_and_nan_stays() -> None:

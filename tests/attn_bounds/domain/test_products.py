@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attn_bounds.domain.forms import AffineForm, Groups
 from attn_bounds.domain.products import matmul, multiply
 from attn_bounds.domain.sets import Ball, BoxInBall
-from attn_bounds.domain.softmax import softmax
+from attn_bounds.domain.softmax import SoftmaxRemainder, softmax
 from onnx_export import attention_average, attention_scores, attention_weights
 
 from ..contract import BoundContract, Case, bounds, smallest
@@ -181,6 +181,37 @@ def test_ball_of_a_product_holds_its_errors(norm: float, matrix: bool) -> None:
 
 
 @pytest.mark.parametrize("matrix", [False, True])
+@pytest.mark.parametrize("norm", [1.0, 2.0, math.inf])
+def test_every_pair_of_groups_counts(norm: float, matrix: bool) -> None:
+    """The factors share two error sets, in every mixture of sizes."""
+    for seed in range(8):
+        weight = torch.tensor([seed & 1, seed >> 1 & 1, seed >> 2 & 1, 1 - (seed & 1)]).double() + 0.01
+        g, h = tensor(200 + seed, 1, 4, 2, 2), tensor(300 + seed, 1, 4, 2, 2)
+        g[:, :2], g[:, 2:], h[:, :2], h[:, 2:] = (
+            g[:, :2] * weight[0],
+            g[:, 2:] * weight[1],
+            h[:, :2] * weight[2],
+            h[:, 2:] * weight[3],
+        )
+        groups = Groups(growth=1.0)
+        groups.add(Ball("input", 2, norm, 1, g))
+        groups.add(Ball("later", 2, math.inf, 1, g))
+        x, y = AffineForm(tensor(22, 1, 2, 2), g), AffineForm(tensor(23, 1, 2, 2), h)
+        out = (matmul if matrix else multiply)(x, y, groups, "product")
+        box = groups.sets[2]
+        assert isinstance(box, BoxInBall) and box.radius is not None
+        first = torch.cat([tensor(24, 500, 2), torch.eye(2).double(), tensor(25, 50, 2).sign()])
+        first = first / torch.linalg.vector_norm(first, norm, dim=1, keepdim=True)
+        corners = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]]).double()
+        z = torch.cat([first.repeat_interleave(4, 0), corners.repeat(len(first), 1)], 1)
+        a, b = (f.centre + torch.einsum("zk,knd->znd", z, f.generators[0]) for f in (x, y))
+        linear = torch.einsum("zk,knd->znd", z, out.generators[0, :4])
+        error = ((a @ b if matrix else a * b) - out.centre - linear).flatten(1)
+        assert (error.abs() <= box.upper + 1e-12).all()
+        assert error.norm(dim=1).max() <= box.radius + 1e-12
+
+
+@pytest.mark.parametrize("matrix", [False, True])
 def test_ball_of_a_product_beats_its_box(matrix: bool) -> None:
     """Entries that depend on different symbols of an l2 ball cannot all move far."""
     g, h = torch.eye(18).double().reshape(1, 18, 2, 3, 3).unbind(2)
@@ -209,8 +240,8 @@ def test_difference_with_itself_vanishes() -> None:
     assert low.abs().max() < 1e-12 and high.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("eps", [1e-3, 0.3, 1.0, 30.0, 2000.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("eps", [1e-3, 0.3, 0.6, 1.0, 2.0, 30.0, 2000.0])
+@pytest.mark.parametrize("seed", range(8))
 def test_softmax_rule_against_its_definition(seed: int, eps: float) -> None:
     """Errors of points of the ball lie in the box and in the ball, and no functional exceeds its support."""
     g = tensor(30 + seed, 1, 4, 2, 5) * eps
@@ -228,6 +259,13 @@ def test_softmax_rule_against_its_definition(seed: int, eps: float) -> None:
     down, up = errors.range(w.unsqueeze(0))
     assert (e @ w <= up + 1e-12).all() and (e @ w >= down - 1e-12).all()
     assert errors.radius is not None and (e.norm(dim=1) <= errors.radius + 1e-12).all()
+    if eps >= 30:
+        assert errors.radius <= 2.0 + 1e-9, "two rows, each moves by √2 at most"
+    assert isinstance(errors, SoftmaxRemainder)
+    flat = (out.generators[0, :4] == 0).all(0).flatten()  # no linear part: the error is all of the move
+    assert (errors.box.lower <= (low - out.centre).flatten(1) + 1e-12)[0, flat].all()
+    assert (errors.box.upper >= (high - out.centre).flatten(1) - 1e-12)[0, flat].all()
+    assert flat.all() or eps < 30
     assert up.max() <= 2.0 * w.abs().sum(0).max(), "probabilities move by 1 at most"
 
 
@@ -257,4 +295,4 @@ def test_what_is_not_finite_stays_unknown(broken: float) -> None:
     for where in ("centre", "generator"):
         assert out_of(lambda x, y, s: multiply(x, y, s, "p"), where)
         assert out_of(lambda x, y, s: matmul(x, y, s, "p"), where)
-    assert out_of(lambda x, y, s: softmax(x, s, "p")[0], "centre")
+        assert out_of(lambda x, y, s: softmax(x, s, "p")[0], where)
