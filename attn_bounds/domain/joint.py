@@ -259,7 +259,9 @@ class AttentionStep(Step):
 
         g = first((parts.slope.unsqueeze(-1) - parts.y).clamp(min=0.0))
         weight = (rows.p * psi(rows.r)).unsqueeze(1) * g
-        known = torch.isfinite(weight).all(-1)
+        # where scores move very far the quadratic is useless, and its numbers are out of scale
+        worst = (weight * rows.r.square().unsqueeze(1)).sum(-1)
+        known = torch.isfinite(weight).all(-1) & (worst <= 1e3 * first(parts.down) + 1e-9)
         part = torch.where(known, torch.sigmoid(mix["curvature"]), 0.0)
         weight = torch.where(known.unsqueeze(-1), part.unsqueeze(-1) * weight, 0.0)
         rest = (weight * self.other_r.square().unsqueeze(1)).sum(-1)
@@ -290,9 +292,9 @@ class AttentionStep(Step):
             return right
         assert self.values is not None and pulled.coefficients is not None
         _, heads, n, dv = self.error_set.exact.average.shape
-        a = pulled.coefficients[sample, part].to(right).reshape(-1, 1, heads, n, dv)
-        u = (a @ self.values[sample].mT).flatten(2)
-        return right - pulled.cross[sample, part].to(right).unsqueeze(1) * u
+        a = pulled.coefficients[sample, part].reshape(-1, 1, heads, n, dv)
+        u = (a @ self.values[sample].double().mT).flatten(2)  # in float64: functionals may cancel here
+        return right - (pulled.cross[sample, part].unsqueeze(1) * u).to(right)
 
     def second_at(self, z: Tensor, coefficients: Tensor) -> Tensor:
         assert self.values is not None
@@ -376,7 +378,8 @@ class _Walk:
                 if s.step is not None and p.weight is not None:
                     d = s.step.first.abs()
                     nu = nu + 0.5 * ((p.weight * d.sum(1, keepdim=True)).to(d) @ d.mT)
-            nu = nu + torch.finfo(nu.dtype).tiny
+            eps = torch.finfo(nu.dtype)
+            nu = nu + eps.eps * nu.amax(-1, keepdim=True) + eps.tiny
             stretch = (nu.sum(-1, keepdim=True) / nu).sqrt()
         direction = stretch * gradient
         size = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
@@ -430,8 +433,9 @@ def _choose(walk: _Walk, z: Tensor, iterations: int) -> Tensor:
                 break
             optimiser.zero_grad()
             torch.where(usable, loss, 0.0).sum().backward()
-            if any(t.grad is not None and not bool(torch.isfinite(t.grad).all()) for t in free):
-                break
+            for t in free:
+                if t.grad is not None:  # one functional must not spoil the others
+                    t.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             optimiser.step()
             if walk.quadratic and point.grad is not None:
                 with torch.no_grad():

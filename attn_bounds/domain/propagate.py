@@ -110,6 +110,11 @@ class Propagation:
         shares = [Share(*n, loss) for n, loss in zip(named, losses, strict=True)]
         return centre - torch.stack(losses).sum(0).to(centre), shares
 
+    @staticmethod
+    def is_better(joint: Tensor, alone: Tensor) -> Tensor:
+        """Which of two losses counts; NaN never does if the other is a number."""
+        return joint < alone
+
     def _losses(self, a: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Values at the centre, and per error set what it takes: the better of two ways to add up."""
         centre = (a @ self.output.centre.flatten(1).unsqueeze(2)).squeeze(2)
@@ -117,7 +122,7 @@ class Propagation:
         alone = [-low for low, _ in self.groups.ranges(generators, tight=True)]
         total = torch.stack(alone).sum(0)
         joint = joint_losses(self.groups, generators.mT, total, self.iterations)
-        better = torch.stack(joint).sum(0) < total
+        better = self.is_better(torch.stack(joint).sum(0), total)
         losses = [torch.where(better, j.to(x), x) for j, x in zip(joint, alone, strict=True)]
         if (rest := self.output.rest) is not None:
             rows = a.reshape(*a.shape[:2], *rest.box.shape[1:])

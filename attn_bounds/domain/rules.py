@@ -68,7 +68,8 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
         kept = index[size.flatten(1).amax(0)[index].topk(room).indices].sort().values
         groups.folded.append((label, len(index) - len(kept)))
         left = size.flatten(1).index_fill(1, kept, 0.0).reshape(size.shape) * groups.growth
-        rest = Rest.boxed(left)
+        weight = torch.where(left > 0, kappa, 0.0)
+        rest = Rest(left, groups.row_norms(x, weight) * groups.growth)
         output = AffineForm(at, output.generators, rest if output.rest is None else output.rest + rest)
         index = kept
     if len(index) == 0:
@@ -295,13 +296,17 @@ def _rows(
     dtype = q.centre.dtype
     symbols = max(q.symbols, k.symbols)
     # scores: linear part, and the bilinear remainder with its midpoint moved into the centre
-    keys = k.centre - k.centre.mean(-2, keepdim=True)  # what all keys share moves no probability
-    linear = scale * (q.padded(symbols) @ keys.unsqueeze(1).mT + q.centre.unsqueeze(1) @ k.padded(symbols).mT)
+    # what all keys share moves no probability, and would only be rounded
+    keys = k.centre - k.centre.mean(-2, keepdim=True)
+    moves = k.padded(symbols)
+    moves = moves - moves.mean(-2, keepdim=True)
+    linear = scale * (q.padded(symbols) @ keys.unsqueeze(1).mT + q.centre.unsqueeze(1) @ moves.mT)
     b_low, b_high = _scores_remainder(q, k, scale, groups)
+    rounding = (groups.growth - 1.0) * _scores_size(q, k, keys, scale, groups)
     centre = scale * (q.centre.double() @ k.centre.double().mT) + (b_low + b_high) / 2
     if mask is not None:
         centre = centre + mask.double()
-    b = (b_high - b_low) / 2
+    b = (b_high - b_low) / 2 + rounding
     p = torch.softmax(centre, -1)
 
     def centred(t: Tensor) -> Tensor:
@@ -351,7 +356,9 @@ def _rows(
     p_g, v_g = p.to(dtype).unsqueeze(1), v.centre.unsqueeze(1)
     own = p_g @ v.padded(max(symbols, v.symbols))
     weighted = linear * p_g
-    moved = weighted @ v_g - weighted.sum(-1, keepdim=True) * average.to(dtype).unsqueeze(1)
+    middle = v.centre.mean(-2, keepdim=True)
+    moved = weighted @ (v_g - middle.unsqueeze(1))
+    moved = moved - weighted.sum(-1, keepdim=True) * (average.to(dtype) - middle).unsqueeze(1)
     own[:, : moved.shape[1]] += moved
     first = linear[:, : groups.sets[0].size].clone() if keep else None
 
@@ -363,6 +370,15 @@ def _rows(
     return _Rows(
         average, own, first, row_data, other_sd, other_sd_psi, rest_r, low, high, spread, score_rest, rest_box
     )
+
+
+def _scores_size(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, groups: Groups) -> Tensor:
+    """Size of what is added up in the linear part of the scores: (batch, heads, n, m), float64.
+
+    The generators of q and k are rounded relative to themselves, and may cancel in those of the scores.
+    """
+    dq, dk = (torch.stack(groups.supports(x.generators)).sum(0).double() for x in (q, k))
+    return abs(scale) * (q.centre.double().abs() @ dk.mT + dq @ keys.double().abs().mT)
 
 
 def _scores_rest(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, groups: Groups) -> Tensor:

@@ -134,6 +134,7 @@ def factored_maximum_upper(c: Tensor, f: Tensor, box: bool = False, rounds: int 
     best, point = c.new_tensor(torch.inf), torch.zeros_like(c)
     for part in (1.0, 0.5, 0.2):
         nu = size + part * g
+        nu = nu + torch.finfo(c.dtype).eps * nu.amax()  # entries that move nothing
         shrink = (nu.sum() / nu).sqrt()
         value, scaled = _factored(c * shrink, f * shrink.unsqueeze(1))
         if not bool(value < best):
@@ -145,7 +146,10 @@ def factored_maximum_upper(c: Tensor, f: Tensor, box: bool = False, rounds: int 
 def _factored(c: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
     """`factored_maximum_upper` over the ball: the secular equation on the eigenvalues of fᵀf."""
     eps = torch.finfo(c.dtype).eps
-    values, vectors = torch.linalg.eigh(f.T @ f)
+    gram = f.T @ f
+    if not bool(torch.isfinite(gram).all()):
+        return c.new_tensor(torch.inf), torch.zeros_like(c)
+    values, vectors = torch.linalg.eigh(gram)
     values = values.clamp(min=0.0)
     room = 32.0 * (len(c) + f.shape[1]) * eps * (values.sum() + torch.linalg.vector_norm(c))
     room = room + torch.finfo(c.dtype).tiny
