@@ -68,6 +68,7 @@ class NodeStore:
         for t in x:
             ptb = getattr(t, "ptb", None)
             tensors = [t, *(getattr(ptb, n, None) for n in ("x_L", "x_U", "eps"))]
+            tensors += getattr(ptb, "limits", None) or ()
             parts.append(getattr(ptb, "norm", None))
             for v in tensors:
                 parts.append(v.detach().cpu().numpy().tobytes() if isinstance(v, Tensor) else v)
@@ -243,12 +244,14 @@ class BoundedModule(LirpaModule):
             self._domain = Domain(self)
         return self._domain
 
-    def propagate(self, x: Sequence[Any], memory: float | None = None) -> Any:
+    def propagate(self, x: Sequence[Any], memory: float | None = None, reduce: bool = True) -> Any:
         """One forward pass in affine forms with error sets: every tensor's form, error sets and ranges.
 
         Arguments:
-            x: one `BoundedTensor` (batch, *input).
+            x: one `BoundedTensor` (batch, *input). Limits that an l1 or l2 ball is cut by are read from an
+                attribute `limits` of its perturbation, (lower, upper), (batch, *input) each.
             memory: bytes that the whole process should stay within, or None; see `Domain.run`.
+            reduce: see `Domain.run`.
 
         Returns:
             `attn_bounds.domain.propagate.Propagation`.
@@ -261,14 +264,35 @@ class BoundedModule(LirpaModule):
         value, ptb = x[0].detach().as_subclass(Tensor), x[0].ptb
         batch = value.shape[0]
         norm = float(ptb.norm)
+        limits = None
         if norm == math.inf:
             lower = value - ptb.eps if ptb.x_L is None else ptb.x_L
             upper = value + ptb.eps if ptb.x_U is None else ptb.x_U
             value, radius = (lower + upper) / 2, (upper - lower) / 2
         else:
             radius = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1).expand(batch)
+            if (given := getattr(ptb, "limits", None)) is not None:
+                lower, upper = (t.to(value) - value for t in given)
+                limits = lower.clamp(max=0.0), upper.clamp(min=0.0)
         with torch.no_grad():
-            return self.domain().run(value, norm, radius, memory)
+            return self.domain().run(value, norm, radius, memory, limits, reduce)
+
+    def passes(self, x: Sequence[Any], memory: float | None = None) -> list[Any]:
+        """The passes whose best bound is that of method `sensitivity`, functional by functional.
+
+        Limits cut an l2 ball only before it is reduced: where they cut anything, both ways are gone.
+        """
+        found = [self.propagate(x, memory)]
+        ptb = x[0].ptb
+        if getattr(ptb, "limits", None) is None or float(ptb.norm) == math.inf:
+            return found
+        value = x[0].detach().as_subclass(Tensor)
+        eps = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1, *[1] * (value.ndim - 1))
+        lower, upper = (t.to(value) for t in ptb.limits)
+        moves = lower < upper
+        if bool((moves & ((lower > value - eps) | (upper < value + eps))).any()):
+            found.append(self.propagate(x, memory, reduce=False))
+        return found
 
     def _sensitivity(
         self,
@@ -278,17 +302,19 @@ class BoundedModule(LirpaModule):
         bound_upper: bool = True,
         memory: float | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        found = self.propagate(x, memory)
-        centre = found.output.centre
-        if C is None:
-            C = torch.eye(centre[0].numel(), dtype=centre.dtype)
-        rows = C.to(centre).expand(len(centre), *C.shape[-2:])
         lower = upper = None
-        if bound_lower:
-            lower, shares = found.lower(rows)
-            self.folded = Folded.of(found.groups.folded, shares, lower)
-        if bound_upper:
-            upper = -found.lower(-rows)[0]
+        for found in self.passes(x, memory):
+            centre = found.output.centre
+            if C is None:
+                C = torch.eye(centre[0].numel(), dtype=centre.dtype)
+            rows = C.to(centre).expand(len(centre), *C.shape[-2:])
+            if bound_lower:
+                low, shares = found.lower(rows)
+                self.folded = Folded.of(found.groups.folded, shares, low)
+                lower = low if lower is None else torch.fmax(lower, low)
+            if bound_upper:
+                high = -found.lower(-rows)[0]
+                upper = high if upper is None else torch.fmin(upper, high)
         return lower, upper
 
     def _optimised_nodes(self) -> list[Any]:

@@ -135,26 +135,42 @@ class InputSet:
 
     @classmethod
     def ball(
-        cls, center: Tensor, norm: float, eps: float, clip: tuple[float, float] | None = None
+        cls,
+        center: Tensor,
+        norm: float,
+        eps: float,
+        clip: tuple[float, float] | None = None,
+        mask: Tensor | None = None,
     ) -> InputSet:
         """All x with ||x - center||_norm <= eps, and clip[0] <= x <= clip[1] elementwise if clip is given.
 
-        center: (1, *features). Raises InputError as the class does, and for a clip range that is NaN or
-        empty, or that misses the ball."""
+        center: (1, *features).
+        mask: bool, broadcasts to center: the entries that may move (some tokens, some features); default all.
+
+        Raises InputError as the class does, and for a clip range that is NaN or empty, or that misses the
+        ball."""
         _check_values("center", center)
         center = center.detach().clone()
         low, high = (-math.inf, math.inf) if clip is None else (float(clip[0]), float(clip[1]))
         if not low <= high:
             raise InputError(f"clip {clip} is not a range; give (smallest, largest) allowed value")
         if norm != math.inf or not 0 <= eps < math.inf:  # the second is refused by the class
-            if clip is None:
+            if clip is None and mask is None:
                 return cls(center, norm, eps)
             full = torch.ones_like(center, dtype=torch.float64)
             lower, upper = _round_down(low * full, center.dtype), _round_up(high * full, center.dtype)
-            return cls(center, norm, eps, lower, upper)
-        exact = center.double()
-        lower = _round_down(_add_down(exact, -eps).clamp(min=low), center.dtype)
-        upper = _round_up((-_add_down(-exact, -eps)).clamp(max=high), center.dtype)
+        else:
+            exact = center.double()
+            lower = _round_down(_add_down(exact, -eps).clamp(min=low), center.dtype)
+            upper = _round_up((-_add_down(-exact, -eps)).clamp(max=high), center.dtype)
+        if mask is not None:
+            try:
+                moves = torch.as_tensor(mask, dtype=torch.bool).expand(center.shape)
+            except RuntimeError:
+                raise InputError(
+                    f"mask has shape {tuple(mask.shape)}; it must broadcast to {tuple(center.shape)}"
+                ) from None
+            lower, upper = torch.where(moves, lower, center), torch.where(moves, upper, center)
         return cls(center, norm, eps, lower, upper)
 
     @classmethod

@@ -291,7 +291,16 @@ class Verifier:
             else:
                 eps = torch.tensor([[r] for r in radii], dtype=self.dtype, device=self.device)
                 ptb = lirpa.perturbation(norm, eps)
+            if any(s.lower is not None for s in sets):  # auto_LiRPA does not know of them
+                ptb.limits = self._limits(sets)
         return lirpa.__getattr__("BoundedTensor")(x, ptb), x
+
+    def _limits(self, sets: Sequence[InputSet]) -> tuple[Tensor, Tensor]:
+        """Elementwise limits of l1 or l2 balls, infinite where there are none."""
+        whole = torch.full_like(sets[0].center, math.inf)
+        lower = torch.cat([-whole if s.lower is None else s.lower for s in sets])
+        upper = torch.cat([whole if s.upper is None else s.upper for s in sets])
+        return lower.to(self.device), upper.to(self.device)
 
     def explain(self, inputs: InputSet, spec: Specification) -> Explanation:
         """Which error set of method `sensitivity` takes how much of the margin that decides.
@@ -303,11 +312,12 @@ class Verifier:
         rows = self.row_bounds([inputs], [spec], "sensitivity")[0]
         group = min(spec.groups, key=lambda g: float(rows[list(g)].max()))
         row = max(group, key=lambda r: float(rows[r]))
-        found = self.graph(stock=False).propagate((bounded,), self.memory)
         a = spec.A[row : row + 1].to(x)[None]
         losses: dict[tuple[str, int], float] = {}
         with torch.no_grad():
-            for label, size, loss in found.lower(a)[1]:
+            passes = [(p, *p.lower(a)) for p in self.graph(stock=False).passes((bounded,), self.memory)]
+            found, _, parts = max(passes, key=lambda p: float(p[1]))
+            for label, size, loss in parts:
                 losses[label, size] = losses.get((label, size), 0.0) + float(loss[0, 0])
             centre = float((a[0] @ found.output.centre.flatten(1).T)[0, 0]) - float(spec.b[row])
         shares = [(*key, loss) for key, loss in losses.items()]

@@ -21,7 +21,7 @@ from .nodes import AVERAGE, is_unit, reads
 from .nodes import kind as _kind
 from .nodes import value as _value
 from .rules import attention, relu
-from .sets import Ball
+from .sets import Ball, ClippedBall
 
 # Affine in their one perturbed input: the node's own forward maps the centre and all generators at once.
 LINEAR = {
@@ -177,13 +177,24 @@ class Domain:
             return rules_of.aligned(node, inputs)
         return rules_of.handles(node, inputs) or (len(inputs) == 1 and kind in LINEAR)
 
-    def run(self, centre: Tensor, norm: float, radius: Tensor, memory: float | None = None) -> Propagation:
-        """Propagate a batch of balls or boxes.
+    def run(
+        self,
+        centre: Tensor,
+        norm: float,
+        radius: Tensor,
+        memory: float | None = None,
+        limits: tuple[Tensor, Tensor] | None = None,
+        reduce: bool = True,
+    ) -> Propagation:
+        """Propagate a batch of balls or boxes. Entries that cannot move get no symbol.
 
         Arguments:
             centre: (batch, *input).
             norm: 1, 2 or inf.
             radius: (batch,) of an l1 or l2 ball; (batch, *input) half widths of a box.
+            limits: smallest and largest move of each entry, (batch, *input), which cut an l1 or l2 ball.
+            reduce: shrink an l2 ball to the rank of the first linear layer, and forget limits but those of
+                entries that cannot move; else keep the limits.
             memory: bytes for the whole process. Where they do not suffice, errors of later layers get no
                 symbols, which is sound and looser (`Groups.folded`).
 
@@ -198,6 +209,7 @@ class Domain:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
         if memory is not None:
             groups.limit, groups.spare = self._symbols(memory, len(centre), dtype)
+        box = _Input(centre, norm, radius, limits, reduce)
         # a shape reads nothing of a form, and is computed already
         uses = Counter(i.name for n in self.nodes if n.name in self.moving for i in self._reads(n))
         forms: dict[str, AffineForm] = {}
@@ -209,14 +221,14 @@ class Domain:
         # then its only reader starts the pass, and may shrink an l2 ball
         alone = uses[entry.name] == 1 and _kind(readers[0]) in LINEAR
         if not alone:
-            forms[entry.name] = self._input(centre, radius, norm, groups)
+            forms[entry.name] = self._input(box, groups)
         for node in self.nodes:
             kind = _kind(node)
             if node is entry or node.name not in self.moving or node.name not in self.needed:
                 continue  # a constant; or part of another, as scores are of an attention unit
             moving = [i for i in self._reads(node) if i.name in forms]
             if alone and any(i is entry for i in node.inputs):
-                forms[node.name] = self._start(node, entry, centre, radius, norm, groups)
+                forms[node.name] = self._start(node, box, groups)
             elif kind == AVERAGE and is_unit(node):
                 layers["attention"] += 1
                 label = f"attention {layers['attention']}"
@@ -255,35 +267,39 @@ class Domain:
                 f"input (batch {batch}); the memory limit leaves room for {groups.limit}"
             )
 
-    def _input(self, centre: Tensor, radius: Tensor, norm: float, groups: Groups) -> AffineForm:
-        """The input itself: one symbol per entry."""
-        size = centre[0].numel()
-        self._fits(groups, size, len(centre), centre.dtype)
-        eye = torch.eye(size, dtype=centre.dtype).reshape(1, size, *centre.shape[1:])
-        groups.add(Ball("input", size, norm, len(centre), centre))
-        return AffineForm(centre, eye * _per_symbol(radius, size, norm, centre.ndim))
+    def _input(self, given: _Input, groups: Groups) -> AffineForm:
+        """The input itself: one symbol per entry that can move."""
+        centre, size = given.centre, given.centre[0].numel()
+        self._fits(groups, given.symbols, len(centre), centre.dtype)
+        eye = torch.eye(size, dtype=centre.dtype)[given.alive].reshape(1, -1, *centre.shape[1:])
+        groups.add(given.error_set())
+        return AffineForm(centre, eye * given.sizes(centre.ndim))
 
-    def _start(
-        self, node: Any, entry: Any, centre: Tensor, radius: Tensor, norm: float, groups: Groups
-    ) -> AffineForm:
+    def _start(self, node: Any, given: _Input, groups: Groups) -> AffineForm:
         """The first node, linear or the input box: an l2 ball shrinks to the layer's rank at no loss."""
-        size = centre[0].numel()
-        f, homogeneous = _maps(node, node.inputs.index(entry))
+        centre, size = given.centre, given.centre[0].numel()
+        f, homogeneous = _maps(node, node.inputs.index(self.entry))
         if node.name not in self._first:
             matrix = homogeneous(torch.eye(size, dtype=centre.dtype).reshape(size, *centre.shape[1:]))
             self._first[node.name] = matrix
-            if matrix[0].numel() < size:  # W = U diag(s) Zᵀ: the image of a ball is that of a smaller ball
-                u, s, _ = torch.linalg.svd(matrix.flatten(1).double().T, full_matrices=False)
-                factor = (u * s).T.reshape(-1, *matrix.shape[1:])
-                self._first[node.name + "/l2"] = factor.to(matrix.dtype)
-        out = f(centre)
-        matrix = self._first[node.name]
-        if norm == 2.0:
-            matrix = self._first.get(node.name + "/l2", matrix)
-        self._fits(groups, len(matrix), len(centre), centre.dtype)
-        generators = matrix.unsqueeze(0) * _per_symbol(radius, size, norm, out.ndim)
-        groups.add(Ball("input", generators.shape[1], norm, len(centre), centre))
-        return AffineForm(out, generators)
+        out, matrix = f(centre), self._first[node.name]
+        whole = given.symbols == size
+        if given.shrinks and matrix[0].numel() < given.symbols:
+            name = f"{node.name}/l2"
+            if whole and name in self._first:
+                matrix = self._first[name]
+            else:  # W = U diag(s) Zᵀ: the image of a ball is that of a smaller ball
+                rows = matrix[given.alive].flatten(1).double()
+                u, s, _ = torch.linalg.svd(rows.T, full_matrices=False)
+                matrix = (u * s).T.reshape(-1, *matrix.shape[1:]).to(matrix.dtype)
+                if whole:
+                    self._first[name] = matrix
+            groups.add(Ball("input", len(matrix), 2.0, len(centre), centre))
+            self._fits(groups, len(matrix), len(centre), centre.dtype)
+            return AffineForm(out, matrix.unsqueeze(0) * given.radius.reshape(-1, *[1] * out.ndim))
+        self._fits(groups, given.symbols, len(centre), centre.dtype)
+        groups.add(given.error_set())
+        return AffineForm(out, matrix[given.alive].unsqueeze(0) * given.sizes(out.ndim))
 
     def invariances(self) -> Tensor:
         """Orthonormal basis of the input directions that the first linear layer sends to zero.
@@ -353,9 +369,57 @@ class Domain:
         return AffineForm(value, value.new_zeros((value.shape[0], groups.sets[0].size, *value.shape[1:])))
 
 
-def _per_symbol(radius: Tensor, size: int, norm: float, ndim: int) -> Tensor:
-    """Radii as a factor on generators (batch, size, …) of this rank plus one."""
-    return radius.reshape(-1, size if norm == math.inf else 1, *[1] * (ndim - 1))
+class _Input:
+    """An input set: which entries move, and how far.
+
+    Attributes:
+        alive: positions in the flattened input that move in some sample.
+        shrinks: whether it is a whole l2 ball in those, the same for all samples.
+    """
+
+    def __init__(
+        self,
+        centre: Tensor,
+        norm: float,
+        radius: Tensor,
+        limits: tuple[Tensor, Tensor] | None,
+        reduce: bool,
+    ) -> None:
+        self.centre, self.norm, self.radius = centre, norm, radius
+        if norm == math.inf:
+            moves = radius.expand(centre.shape).flatten(1) != 0
+        elif limits is not None:
+            low, high = (t.flatten(1) for t in limits)
+            moves = (low != 0) | (high != 0)
+        else:
+            moves = torch.ones_like(centre.flatten(1), dtype=torch.bool)
+        self.alive = moves.any(0).nonzero().squeeze(1)
+        if len(self.alive) == 0:  # a set of one point has one symbol, of size 0
+            self.alive = torch.zeros(1, dtype=torch.int64)
+        self.moves = moves[:, self.alive]
+        self.shrinks = norm == 2.0 and reduce and bool(self.moves.all())
+        self.limits = None
+        if limits is not None and norm != math.inf and not reduce:
+            unit = radius.reshape(-1, 1).clamp(min=torch.finfo(centre.dtype).tiny)
+            grow = 1.0 + 4 * torch.finfo(centre.dtype).eps
+            self.limits = tuple((t.flatten(1)[:, self.alive] / unit * grow) for t in limits)
+
+    @property
+    def symbols(self) -> int:
+        return len(self.alive)
+
+    def error_set(self) -> Ball:
+        if self.limits is not None:
+            return ClippedBall("input", self.norm, self.limits[0], self.limits[1])
+        return Ball("input", self.symbols, self.norm, len(self.centre), self.centre)
+
+    def sizes(self, ndim: int) -> Tensor:
+        """Factor per sample and symbol on generators of rank ndim + 1."""
+        if self.norm == math.inf:
+            size = self.radius.expand(self.centre.shape).flatten(1)[:, self.alive]
+        else:
+            size = self.radius.reshape(-1, 1) * self.moves
+        return size.reshape(len(size), -1, *[1] * (ndim - 1))
 
 
 def _as_heads(form: AffineForm) -> AffineForm:

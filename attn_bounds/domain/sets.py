@@ -67,6 +67,25 @@ class Ball(ErrorSet):
         return -size, size
 
 
+class ClippedBall(Ball):
+    """Unit l1 or l2 ball cut by a box `lower ≤ e ≤ upper`, (batch, size) each, 0 inside."""
+
+    def __init__(self, label: str, norm: float, lower: Tensor, upper: Tensor) -> None:
+        super().__init__(label, lower.shape[1], norm, len(lower), lower)
+        unit = torch.ones(len(lower), dtype=lower.dtype)
+        self.box = BoxInBall(label, lower.clamp(min=-1.0), upper.clamp(max=1.0), unit)  # an l1 ball is in one
+
+    def range(self, w: Tensor) -> Range:
+        return self._both(w, self.box.range(w))
+
+    def tight_range(self, w: Tensor) -> Range:
+        return self._both(w, self.box.tight_range(w))
+
+    def _both(self, w: Tensor, cut: Range) -> Range:
+        low, high = super().range(w)
+        return torch.maximum(low, cut[0]), torch.minimum(high, cut[1])
+
+
 class BoxInBall(ErrorSet):
     """`lower ≤ e ≤ upper` (with 0 inside) and `‖e‖₂ ≤ radius`: errors of an elementwise operation."""
 
