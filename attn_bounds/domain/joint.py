@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 CHUNK = 2**21  # entries of the matrices that are held at once: they should fit in a cache
 DENSE_SIZE = 1024  # up to this many symbols of an l2 ball the quadratic's matrix is formed
 FACTORS = 640  # else at most this many squares are kept, those of ReLU first
+RATE = 0.5  # of the descent in the logits of mixtures
 Parameters = dict[str, Tensor]
 Mode = Literal["none", "squares", "full"]  # of a step: constants and linear terms only; d²; d² and d u
 
@@ -417,11 +418,11 @@ def _at(z: Tensor, s: ErrorSet, pulled: Pulled) -> Tensor:
 def _choose(walk: _Walk, z: Tensor, iterations: int) -> Tensor:
     """Improve the mixtures in place against the worst input z, which follows; returns the last z."""
     free = [t for mix in walk.mixes for t in mix.values()]
-    optimiser = torch.optim.Adam(free, lr=0.3)
+    moments = [(torch.zeros_like(t), torch.zeros_like(t)) for t in free]
     with torch.enable_grad():
         for t in free:
             t.requires_grad_()
-        for _ in range(iterations):
+        for number in range(1, iterations + 1):
             point = z.clone().requires_grad_()
             c, parts = walk.pull(final=False)
             if walk.quadratic:
@@ -431,18 +432,27 @@ def _choose(walk: _Walk, z: Tensor, iterations: int) -> Tensor:
             usable = torch.isfinite(loss)
             if not bool(usable.any()):
                 break
-            optimiser.zero_grad()
-            torch.where(usable, loss, 0.0).sum().backward()
-            for t in free:
-                if t.grad is not None:  # one functional must not spoil the others
-                    t.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            optimiser.step()
-            if walk.quadratic and point.grad is not None:
-                with torch.no_grad():
-                    z = walk.worst(point.grad, z, c, parts)
+            total = torch.where(usable, loss, 0.0).sum()
+            found = torch.autograd.grad(total, [*free, point], allow_unused=True)
+            with torch.no_grad():
+                for t, m, g in zip(free, moments, found, strict=False):
+                    if g is not None:
+                        _adam(t, m, g, number)
+                if walk.quadratic and found[-1] is not None:
+                    z = walk.worst(found[-1], z, c, parts)
         for t in free:
             t.requires_grad_(False)
     return z
+
+
+def _adam(t: Tensor, moments: tuple[Tensor, Tensor], gradient: Tensor, number: int) -> None:
+    """A step of Adam in place. torch's own imports its compiler, which takes longer than the whole bound."""
+    g = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # one functional must not spoil the others
+    first, second = moments
+    first.lerp_(g, 0.1)
+    second.mul_(0.999).addcmul_(g, g, value=0.001)
+    size = (second / (1.0 - 0.999**number)).sqrt_().add_(1e-8)
+    t.addcdiv_(first, size, value=-RATE / (1.0 - 0.9**number))
 
 
 def _conclude(walk: _Walk, z: Tensor, slack: Tensor) -> list[Tensor]:

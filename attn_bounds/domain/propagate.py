@@ -92,7 +92,7 @@ class Propagation:
     output: AffineForm
     groups: Groups
     bounds: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    iterations: int = 16
+    iterations: int = 8
 
     def lower(self, a: Tensor) -> tuple[Tensor, list[Share]]:
         """Lower bounds of functionals of the output, and what each error set takes from them.
