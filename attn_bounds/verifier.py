@@ -312,14 +312,14 @@ class Verifier:
         rows = self.row_bounds([inputs], [spec], "sensitivity")[0]
         group = min(spec.groups, key=lambda g: float(rows[list(g)].max()))
         row = max(group, key=lambda r: float(rows[r]))
-        a = spec.A[row : row + 1].to(x)[None]
+        a = spec.A.to(x)[None]  # all rows, so that they are bounded as they were
         losses: dict[tuple[str, int], float] = {}
         with torch.no_grad():
             passes = [(p, *p.lower(a)) for p in self.graph(stock=False).passes((bounded,), self.memory)]
-            found, _, parts = max(passes, key=lambda p: float(p[1]))
+            found, _, parts = max(passes, key=lambda p: float(p[1][0, row]))
             for label, size, loss in parts:
-                losses[label, size] = losses.get((label, size), 0.0) + float(loss[0, 0])
-            centre = float((a[0] @ found.output.centre.flatten(1).T)[0, 0]) - float(spec.b[row])
+                losses[label, size] = losses.get((label, size), 0.0) + float(loss[0, row])
+            centre = float((a[0] @ found.output.centre.flatten(1).T)[row, 0]) - float(spec.b[row])
         shares = [(*key, loss) for key, loss in losses.items()]
         return Explanation(row=row, margin=float(rows[row]), centre=centre, shares=shares)
 

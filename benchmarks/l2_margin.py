@@ -2,6 +2,7 @@
 
     python benchmarks/l2_margin.py margins [--plot F.png]      # rows of the reference table, and the curve
     python benchmarks/l2_margin.py radii [--models pgd,ibp]    # bisection to 1%, ten properties each
+    python benchmarks/l2_margin.py radii --keep-stock          # ours again, stock-crown's radii as recorded
 
 Ratios are within one run on the same input. Needs the shared competition files. Finished rows are kept.
 """
@@ -82,9 +83,12 @@ def margin(job: tuple[str, float, str, int]) -> dict[str, Any]:
     }
 
 
-def radii(job: tuple[str, int]) -> dict[str, Any]:
-    """Certified radii of `sensitivity` and `stock-crown` by bisection to 1%, near the first one's."""
-    name, threads = job
+def radii(job: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
+    """Certified radii of `sensitivity` and `stock-crown` by bisection to 1%, near the first one's.
+
+    The second of the job, if given, is a finished row, of which what `stock-crown` reached is kept.
+    """
+    name, known, threads = job
     from attn_bounds import InputSet, lirpa
 
     verifier, center, spec = _load(name, threads)
@@ -118,7 +122,14 @@ def radii(job: tuple[str, int]) -> dict[str, Any]:
         return low, time.perf_counter() - start, count
 
     ours, our_seconds, our_count = bisect("sensitivity", 0.4)
-    stock, stock_seconds, stock_count = bisect("stock-crown", 0.75 * ours)
+    if known is None:
+        stock, stock_seconds, stock_count = bisect("stock-crown", 0.6 * ours)
+    else:
+        stock, stock_seconds, stock_count = (
+            known["stock-crown"],
+            known["seconds"][1],
+            known["evaluations"][1],
+        )
     return {
         "property": name,
         "sensitivity": ours,
@@ -156,7 +167,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _run(function: Any, jobs: list[Any], key: Any, out: Path, rows: list[dict[str, Any]]) -> None:
-    done = {key(r) for r in rows}
+    done = [key(r) for r in rows]
     todo = [j for j in jobs if j[:-1] not in done]
     context = multiprocessing.get_context("spawn")
     for i, job in enumerate(todo):
@@ -201,6 +212,7 @@ def main() -> None:
     parser.add_argument("--models", default="pgd,ibp", help="by the first letters (default both)")
     parser.add_argument("--methods", default="sensitivity,crown,stock-crown,attack", help="for margins")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep-stock", action="store_true", help="for radii")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if not DATA.is_dir():
@@ -223,13 +235,11 @@ def main() -> None:
             Path(line.split(",")[1]).name.split(".")[0]
             for line in (DATA / "instances.csv").read_text().split()
         ]
-        _run(
-            radii,
-            [(n, args.threads) for n in names if n.startswith(wanted)],
-            lambda r: (r["property"],),
-            out,
-            rows,
-        )
+        known = {r["property"]: r for r in rows} if args.keep_stock else {}
+        jobs = [(n, known.get(n), args.threads) for n in names if n.startswith(wanted)]
+        if args.keep_stock:
+            rows = [r for r in rows if not r["property"].startswith(wanted)]
+        _run(radii, jobs, lambda r: (r["property"], known.get(r["property"])), out, rows)
     if args.plot:
         plot(rows, args.plot)
     for s in summary(rows):

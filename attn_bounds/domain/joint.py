@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .sets import AttentionRemainder, BoxInBall, ErrorSet
 
 CHUNK = 2**21  # entries of the matrices that are held at once: they should fit in a cache
-DENSE_SIZE = 1024  # up to this many symbols of an l2 ball the quadratic's matrix is formed
+DENSE_WORK = 2e9  # multiplications up to which the quadratic's matrix over an l2 ball is formed
 FACTORS = 640  # else at most this many squares are kept, those of ReLU first
 RATE = 0.5  # of the descent in the logits of mixtures
 Parameters = dict[str, Tensor]
@@ -233,8 +233,21 @@ class AttentionStep(Step):
         growth: float,
     ) -> None:
         self.error_set, self.first, self.values = error_set, scores.flatten(2), values
-        self.other_sd, self.other_sd_psi, self.other_r = other_sd, other_sd_psi, other_r
         self.growth = growth
+        # with the functionals' dimension; what does not depend on them is computed once
+        self.other_sd, self.other_square = other_sd.unsqueeze(1), other_r.square().unsqueeze(1)
+        self.other_psi_square = other_sd_psi.square().unsqueeze(1)
+        rows = error_set.exact.rows
+        psi_r = psi(rows.r)
+        self.density, self.square = (rows.p * psi_r).unsqueeze(1), rows.r.square().unsqueeze(1)
+        self.p, self.sd, sd_psi = rows.p.unsqueeze(1), rows.sd.unsqueeze(1), rows.sd_psi.unsqueeze(1)
+        # bound of √(Σ p φ²)
+        phi = torch.minimum(
+            sd_psi * (psi_r.sqrt() * rows.r).amax(-1).unsqueeze(1),
+            ((psi_r * rows.r.square()).square() * rows.p).sum(-1).sqrt().unsqueeze(1),
+        )
+        # 1 − 1/Z ≤ Σ p φ; and the rounding of the generators of D and u
+        self.third = (sd_psi.square().clamp(max=1.0) + 2.0 * (growth**2 - 1.0)) * self.sd + phi
 
     def parameters(self, functionals: int, mode: Mode) -> Parameters:
         if mode == "none":
@@ -253,38 +266,31 @@ class AttentionStep(Step):
         if mode == "none":
             return Pulled(-(self.error_set.tight_range if final else self.error_set.range)(w.mT)[0])
         parts = self.error_set.parts(w.mT, final)  # (batch, heads, n, F, …)
-        rows = self.error_set.exact.rows
 
         def first(t: Tensor) -> Tensor:  # functionals in front
             return t.permute(0, 3, 1, 2, *range(4, t.ndim))
 
+        down = first(parts.down)
         g = first((parts.slope.unsqueeze(-1) - parts.y).clamp(min=0.0))
-        weight = (rows.p * psi(rows.r)).unsqueeze(1) * g
+        weight = self.density * g
         # where scores move very far the quadratic is useless, and its numbers are out of scale
-        worst = (weight * rows.r.square().unsqueeze(1)).sum(-1)
-        known = torch.isfinite(weight).all(-1) & (worst <= 1e3 * first(parts.down) + 1e-9)
+        worst = (weight * self.square).sum(-1)
+        known = torch.isfinite(worst) & (worst <= 1e3 * down + 1e-9)
         part = torch.where(known, torch.sigmoid(mix["curvature"]), 0.0)
         weight = torch.where(known.unsqueeze(-1), part.unsqueeze(-1) * weight, 0.0)
-        rest = (weight * self.other_r.square().unsqueeze(1)).sum(-1)
-        by_norm = part * g.amax(-1) * self.other_sd_psi.square().unsqueeze(1)
+        rest = (weight * self.other_square).sum(-1)
+        by_norm = part * g.amax(-1) * self.other_psi_square
         rest = torch.minimum(rest, torch.where(known, by_norm, 0.0))
-        constant = (1.0 - part) * first(parts.down) + first(parts.scores)
+        constant = (1.0 - part) * down + first(parts.scores)
         root = (rest.sum((2, 3)) + 1e-300).sqrt()
         if not self._crosses(mode):
             return Pulled((constant + first(parts.cross)).sum((2, 3)), None, weight.flatten(2), root)
-        sd, sd_psi = rows.sd.unsqueeze(1), rows.sd_psi.unsqueeze(1)
         u_first, u = first(parts.sd_u_first), first(parts.sd_u)
-        phi = torch.minimum(
-            sd_psi * (psi(rows.r).sqrt() * rows.r).amax(-1).unsqueeze(1),
-            ((psi(rows.r) * rows.r.square()).square() * rows.p).sum(-1).sqrt().unsqueeze(1),
-        )
-        third = self.other_sd.unsqueeze(1) * u_first + sd * (u - u_first)
-        third = third + (sd_psi.square().clamp(max=1.0) * sd + phi) * u
-        third = third + 2.0 * (self.growth**2 - 1.0) * sd * u  # rounding of the generators of D and u
+        third = self.other_sd * u_first + self.sd * (u - u_first) + self.third * u
         known = torch.isfinite(third)
         part = torch.where(known, torch.sigmoid(mix["cross"]), 0.0)
         constant = constant + part * torch.where(known, third, 0.0) + (1.0 - part) * first(parts.cross)
-        cross = (part.unsqueeze(-1) * rows.p.unsqueeze(1)).flatten(2)
+        cross = (part.unsqueeze(-1) * self.p).flatten(2)
         return Pulled(constant.sum((2, 3)), None, weight.flatten(2), root, cross, w)
 
     def right(self, sample: int, part: slice, pulled: Pulled, stretch: Tensor) -> Tensor:
@@ -338,7 +344,9 @@ class _Walk:
     def __init__(self, used: list[ErrorSet], offsets: list[int], c: Tensor) -> None:
         self.first, self.later, self.offsets, self.c = used[0], used[1:], offsets[1:], c
         self.norm = self.first.norm if isinstance(self.first, Ball) else 0.0
-        self.dense = self.norm == 2.0 and self.first.size <= DENSE_SIZE
+        steps = [s.step for s in self.later if s.step is not None]
+        work = self.first.size**2 * sum(step.first.shape[2] for step in steps) * c.shape[0] * c.shape[1]
+        self.dense = self.norm == 2.0 and work <= DENSE_WORK
         self.modes = self._modes()
         self.mixes = [
             {} if s.step is None else s.step.parameters(c.shape[1], mode)

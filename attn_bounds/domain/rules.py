@@ -114,10 +114,10 @@ def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups
     batch, heads, n, dk = q.centre.shape
     exact = batch * heads * n * k.centre.shape[2] * dk**3 <= EXACT_WORK
 
-    def pair(x: int, y: int) -> Tensor:
-        """Σ_i |dq_i| |dk_i| for the first group (0) or the others (1), on either side."""
+    def pair(x: int, y: int, least: float) -> Tensor:
+        """Σ_i |dq_i| |dk_i| for the first group (0) or the others (1), small ones as they are."""
         by_entries = (zero_q, rest_q)[x] @ (zero_k, rest_k)[y].mT
-        if not bool(by_entries.any()) or (x + y == 0 and exact):
+        if float(by_entries.amax()) <= least:
             return by_entries
         if not exact:  # Σ_de (Γ_q)_de (Γ_k)_de is the square of the product's Frobenius norm
             square = q_grams[x].flatten(3) @ k_grams[y].flatten(3).mT
@@ -125,7 +125,6 @@ def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups
         product = _factor(q_grams[x]).mT.unsqueeze(3) @ _factor(k_grams[y]).unsqueeze(2)
         return torch.minimum(by_entries, spectral_norm_upper(product))
 
-    entry = pair(0, 1) + pair(1, 0) + pair(1, 1)
     if exact and isinstance(first, Ball) and first.norm == 2.0:
         gq = groups.parts(q.generators)[0][1].reshape(q.centre.shape[0], -1, *q.centre.shape[1:]).double()
         gk = groups.parts(k.generators)[0][1].reshape(k.centre.shape[0], -1, *k.centre.shape[1:]).double()
@@ -136,8 +135,15 @@ def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups
         low, high = bilinear_range_of_ball(gram_q, gram_k, cross * groups.growth**2)
         low, high = (scale * low, scale * high) if scale >= 0 else (scale * high, scale * low)
     else:
-        high = size * pair(0, 0)
+        high = size * pair(0, 0, 0.0)
         low = -high
+    # what is small beside the first group's own part is not worth eigenvalues
+    least = 0.02 * float((high - low).amax()) / max(size, 1e-30)
+    entry = pair(0, 1, least) + pair(1, 0, least) + pair(1, 1, least)
+    # the generators of q and k are rounded relative to themselves, and may cancel in those of the scores
+    q_moves, k_moves = torch.stack(q_supports).sum(0), torch.stack(k_supports).sum(0)
+    cancelled = q.centre.double().abs() @ k_moves.mT + q_moves @ k.centre.double().abs().mT
+    entry = entry + (groups.growth - 1.0) * cancelled
     return low - size * entry, high + size * entry
 
 
@@ -302,11 +308,10 @@ def _rows(
     moves = moves - moves.mean(-2, keepdim=True)
     linear = scale * (q.padded(symbols) @ keys.unsqueeze(1).mT + q.centre.unsqueeze(1) @ moves.mT)
     b_low, b_high = _scores_remainder(q, k, scale, groups)
-    rounding = (groups.growth - 1.0) * _scores_size(q, k, keys, scale, groups)
     centre = scale * (q.centre.double() @ k.centre.double().mT) + (b_low + b_high) / 2
     if mask is not None:
         centre = centre + mask.double()
-    b = (b_high - b_low) / 2 + rounding
+    b = (b_high - b_low) / 2
     p = torch.softmax(centre, -1)
 
     def centred(t: Tensor) -> Tensor:
@@ -347,8 +352,9 @@ def _rows(
         return torch.minimum(by_group[0] + rest, (weight * r.square()).sum(-1).sqrt()), rest
 
     sd, other_sd = deviation(torch.ones_like(r))
-    sd_psi, other_sd_psi = deviation(psi(r))
-    row_data = RowData(p, r, b, sd, sd_psi, deviation(chi(r).square())[0])
+    psi_r = psi(r)
+    sd_psi, other_sd_psi = deviation(psi_r)
+    row_data = RowData(p, r, b, sd, sd_psi, deviation(chi(r).square())[0], p * psi_r * r.square())
 
     # output: P dV + Cov_P(D, v)
     v_c = v.centre.double()
@@ -370,15 +376,6 @@ def _rows(
     return _Rows(
         average, own, first, row_data, other_sd, other_sd_psi, rest_r, low, high, spread, score_rest, rest_box
     )
-
-
-def _scores_size(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, groups: Groups) -> Tensor:
-    """Size of what is added up in the linear part of the scores: (batch, heads, n, m), float64.
-
-    The generators of q and k are rounded relative to themselves, and may cancel in those of the scores.
-    """
-    dq, dk = (torch.stack(groups.supports(x.generators)).sum(0).double() for x in (q, k))
-    return abs(scale) * (q.centre.double().abs() @ dk.mT + dq @ keys.double().abs().mT)
 
 
 def _scores_rest(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, groups: Groups) -> Tensor:

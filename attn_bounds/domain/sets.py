@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .joint import Step
 
 Range = tuple[Tensor, Tensor]
+MANY = 2**27  # functionals × score entries beyond which an attention's remainder is bounded more simply
 
 
 class ErrorSet(ABC):
@@ -191,6 +192,7 @@ class AttentionRemainder(ErrorSet):
         middle = values.mean(2, keepdim=True)
         self.exact = _RemainderData(values - middle, average - middle, rows, value_groups)
         self.single = self.exact.to(torch.float32)
+        self._boxes: tuple[Tensor, Tensor] | None = None
 
     def _parts(self, a: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> RemainderParts:
         values, average, rows, groups = data
@@ -250,7 +252,22 @@ class AttentionRemainder(ErrorSet):
         return w.reshape(*data.average.shape, -1).mT.to(data.values.dtype)
 
     def range(self, w: Tensor) -> Range:
+        if w.shape[0] * w.shape[2] * self.exact.rows.p[0].numel() > MANY:
+            return self._quick_range(w)
         return self._range(w, self.single if w.dtype == torch.float32 else self.exact, FEW_LEVELS)
+
+    def _quick_range(self, w: Tensor) -> Range:
+        """For very many functionals: by the bounds of single errors and of rows, whatever the signs."""
+        if self._boxes is None:
+            grow = 1.0 + 8 * torch.finfo(w.dtype).eps
+            box, norm = (t * grow for t in self.boxes())
+            self._boxes = box.to(w.dtype), norm.to(w.dtype)
+        box, norm = self._boxes
+        rows = w.reshape(len(w), -1, box.shape[-1], w.shape[2])  # (batch, heads · n, dv, F)
+        by_box = (box.flatten(1, 2).unsqueeze(2) @ rows.abs()).squeeze(2)
+        by_norm = norm.flatten(1).unsqueeze(2) * torch.linalg.vector_norm(rows, dim=2)
+        high = torch.minimum(by_box, by_norm).sum(1)
+        return -high, high
 
     def tight_range(self, w: Tensor) -> Range:
         return self._range(w, self.exact, MANY_LEVELS)

@@ -56,14 +56,17 @@ def row_data(linear: Tensor, log_p: Tensor, groups: Groups) -> tuple[RowData, Ra
         return torch.minimum(whole, (weight * r.square()).sum(-1).sqrt())
 
     norms = deviation(torch.ones_like(r), 0.0), deviation(psi(r), 1.0), deviation(chi(r).square(), 2.0)
-    return RowData(p, r, torch.zeros_like(r), *norms), groups.total(ranges, p)
+    charge = p * psi(r) * r.square()
+    return RowData(p, r, torch.zeros_like(r), *norms, charge), groups.total(ranges, p)
 
 
 def _without_slope(rows: RowData, flat: Tensor) -> RowData:
     """Rows that keep no linear part: `curvature_bound` then is the range of y, `[min y, max y]`."""
     zero, inf = torch.zeros_like(rows.sd), torch.full_like(rows.sd, torch.inf)
     r = torch.where(flat.unsqueeze(-1), torch.full_like(rows.r, 1e15), rows.r)  # ψ(r) is infinite
-    return rows._replace(r=r, sd=torch.where(flat, zero, rows.sd), sd_psi=torch.where(flat, inf, rows.sd_psi))
+    charge = torch.where(flat.unsqueeze(-1), torch.inf, rows.charge)
+    sd, sd_psi = torch.where(flat, zero, rows.sd), torch.where(flat, inf, rows.sd_psi)
+    return rows._replace(r=r, sd=sd, sd_psi=sd_psi, charge=charge)
 
 
 def softmax(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[Tensor, Tensor]]:

@@ -60,7 +60,7 @@ def ball_maximum_upper(
         2.0 * torch.linalg.matrix_norm(m).unsqueeze(-1) / size**0.5 + tiny
     )  # M may have negative eigenvalues
     z = unit((c if start is None else start.to(c)) + 1e-9 * scale_of(c))
-    for _ in range(25):
+    for _ in range(10):
         last, z = z, unit(c + 2.0 * apply(z) + shift * z)
         if float((z - last).abs().amax()) < 1e-4 * float(z.abs().amax()):
             break

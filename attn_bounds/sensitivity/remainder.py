@@ -41,13 +41,16 @@ def bilinear_range_of_ball(gram_q: Tensor, gram_k: Tensor, cross: Tensor) -> tup
     gamma = torch.cat([top, bottom], -2)
     finite = torch.isfinite(gamma).all(-1).all(-1)
     gamma = torch.where(finite[..., None, None], gamma, torch.zeros_like(gamma))
-    values, vectors = torch.linalg.eigh(gamma)
-    half = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)  # Γ = half halfᵀ
     dk = gram_q.shape[-1]
+    size = gamma.diagonal(dim1=-2, dim2=-1).sum(-1)
+    # Γ + δI stands for a larger set, and has a Cholesky factor
+    room = 1e-12 * size + torch.finfo(gamma.dtype).tiny
+    half, failed = torch.linalg.cholesky_ex(gamma + room[..., None, None] * torch.eye(2 * dk).to(gamma))
+    finite &= failed == 0
+    half = torch.where(finite[..., None, None], half, torch.zeros_like(half))
     swapped = torch.cat([half[..., dk:, :], half[..., :dk, :]], -2)
     form = 0.5 * (half.mT @ swapped)
     extremes = torch.linalg.eigvalsh((form + form.mT) / 2)
-    size = gamma.diagonal(dim1=-2, dim2=-1).sum(-1)
     slack = 64.0 * dk * torch.finfo(gamma.dtype).eps * size
     low, high = extremes[..., 0].clamp(max=0.0) - slack, extremes[..., -1].clamp(min=0.0) + slack
     return torch.where(finite, low, -torch.inf), torch.where(finite, high, torch.inf)
@@ -77,6 +80,7 @@ class RowData(NamedTuple):
         sd: (…, n) bound of `√(Σ p_c Δ'_c²)`.
         sd_psi: (…, n) bound of `√(Σ p_c ψ(r_c) Δ'_c²)`.
         sd_chi: (…, n) bound of `√(Σ p_c χ(r_c)² Δ'_c²)`.
+        charge: (…, n, m) `p_c ψ(r_c) r_c²`, at least p_c φ(Δ'_c).
     """
 
     p: Tensor
@@ -85,9 +89,10 @@ class RowData(NamedTuple):
     sd: Tensor
     sd_psi: Tensor
     sd_chi: Tensor
+    charge: Tensor
 
 
-FEW_LEVELS, MANY_LEVELS = (0.0, 0.3, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+FEW_LEVELS, MANY_LEVELS = (0.0, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def slope_bound(y: Tensor, rows: RowData, error: Tensor | float = 0.0) -> Tensor:
@@ -116,7 +121,7 @@ def curvature_bound(
     Returns:
         (…, n, F).
     """
-    charge = (rows.p * psi(rows.r) * rows.r.square()).unsqueeze(-1)  # p φ(r)
+    charge = rows.charge.unsqueeze(-1)
     norm = rows.sd_psi.square().unsqueeze(-1)
     g = (y + slope.unsqueeze(-1)).clamp(min=0.0)
     top = g.amax(-1)

@@ -51,7 +51,7 @@ class TestFactored(TestAnyMixture):
 
     @pytest.fixture(autouse=True)
     def factored(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(joint, "DENSE_SIZE", 0)
+        monkeypatch.setattr(joint, "DENSE_WORK", 0)
 
 
 def lower(module: nn.Module, x: Tensor, norm: float, eps: float | Tensor, c: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ def test_remainder_is_never_exceeded(seed: int, radius: float) -> None:
         deviation(p),
         deviation(p * psi(supports)),
         deviation(p * chi(supports).square()),
+        (p * psi(supports) * supports.square())[None],
     )
     a = rand(seed + 40, 3, dv)
     y = a @ values.T - (a @ average).unsqueeze(1)  # (F, m)
@@ -140,7 +141,8 @@ def test_remainder_is_second_order() -> None:
     for eps in (1e-1, 1e-3, 1e-5):
         r = eps * torch.ones(1, 4, dtype=torch.float64)
         sd = (p * r.square()).sum(-1).sqrt()
-        rows = RowData(p, r, eps * r, sd, sd * psi(r).amax(-1).sqrt(), sd * chi(r).amax(-1))
+        sd_psi = sd * psi(r).amax(-1).sqrt()
+        rows = RowData(p, r, eps * r, sd, sd_psi, sd * chi(r).amax(-1), p * psi(r) * r.square())
         size = eps * torch.ones(1, 2, dtype=torch.float64)
         curvature = curvature_bound(y, slope_bound(y, rows), rows)
         whole = curvature + cross_bound(size, size, rows) + score_bound(y, rows)

@@ -1,0 +1,158 @@
+"""No bound lies inside what an attack reaches: random transformers, five radii, every norm, float64.
+
+    python benchmarks/campaign.py [--networks 120] [--seed 0]
+
+Every network is attacked by projected gradient descent on the smallest margin; a bound above what it finds is
+a violation, and the run fails. Recorded are the number of comparisons and how close they came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_bounds import InputSet, Verifier, lirpa, pgd
+from attn_bounds.report import progress
+from onnx_export import attention
+
+OUT = Path(__file__).resolve().parent / "results"
+RADII = (1e-3, 1e-2, 0.1, 0.3, 1.0)
+NORMS = (1.0, 2.0, math.inf)
+METHODS = ("ibp", "sensitivity", "crown")
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "leaky_relu": lambda x: nn.functional.leaky_relu(x, 0.1),
+    "tanh": torch.tanh,
+    "silu": lambda x: x * torch.sigmoid(x),
+}
+
+
+class Transformer(nn.Module):
+    """Residual attention and MLP blocks of random size with weights of random scale; three classes."""
+
+    def __init__(self, rng: random.Random, seed: int) -> None:
+        super().__init__()
+        self.tokens, self.heads = rng.randint(1, 5), rng.randint(1, 3)
+        self.width = self.heads * rng.randint(1, 3)
+        self.activation = rng.choice(sorted(ACTIVATIONS))
+        self.masked = rng.random() < 0.3
+        scale = rng.choice([0.5, 1.0, 1.5])
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(rows: int, columns: int) -> Tensor:
+            values = torch.randn((rows, columns), generator=generator, dtype=torch.float64)
+            return nn.Parameter(scale * values / math.sqrt(rows), requires_grad=False)
+
+        d = self.width
+        self.layers = nn.ModuleList(
+            nn.ParameterDict(
+                {
+                    "qkv": weight(d, 3 * d),
+                    "out": weight(d, d),
+                    "up": weight(d, 2 * d),
+                    "down": weight(2 * d, d),
+                }
+            )
+            for _ in range(rng.randint(1, 3))
+        )
+        self.head = weight(d, 3)
+        self.register_buffer("mask", torch.triu(torch.full((self.tokens, self.tokens), -30.0).double(), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, h, d = self.tokens, self.heads, self.width
+        for layer in self.layers:
+            qkv = torch.matmul(x, layer["qkv"])
+            q, k, v = (t.reshape(-1, n, h, d // h).transpose(1, 2) for t in qkv.split(d, dim=2))
+            mask = self.mask if self.masked else None
+            o = attention(q, k, v, mask, scale=(d // h) ** -0.5).transpose(1, 2).reshape(-1, n, d)
+            x = x + torch.matmul(o, layer["out"])
+            x = x + torch.matmul(ACTIVATIONS[self.activation](torch.matmul(x, layer["up"])), layer["down"])
+        return torch.matmul(x.mean(1), self.head)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    methods = args.methods.split(",")
+    rng, start = random.Random(args.seed), time.perf_counter()
+    counts = dict.fromkeys(methods, 0)
+    unknown = dict.fromkeys(methods, 0)
+    closest: dict[str, float] = dict.fromkeys(methods, math.inf)
+    violations: list[dict[str, Any]] = []
+    with progress(args.networks) as begin:
+        for i in range(args.networks):
+            begin(f"network {i}")
+            model = Transformer(rng, args.seed * 10**6 + i).double()
+            shape = (model.tokens, model.width)
+            verifier = Verifier(model, input_shape=shape, dtype=torch.float64)
+            x = torch.randn((1, *shape), generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+            spec = verifier.specification(int(model(x).argmax()))
+            for norm in NORMS:
+                for radius in RADII:
+                    ball = InputSet.ball(x, norm, radius)
+                    found = pgd(
+                        model,
+                        ball,
+                        spec,
+                        restarts=10,
+                        steps=40,
+                        seed=i,
+                        stop_early=False,
+                        dtype=torch.float64,
+                    )
+                    for method in methods:
+                        bound = float(spec.margin(verifier.row_bounds([ball], [spec], method)[0]))
+                        counts[method] += 1
+                        if not math.isfinite(bound):
+                            unknown[method] += 1
+                            continue
+                        centre = float(spec.margin(spec.margins(model(x))))
+                        closest[method] = min(
+                            closest[method], (found.margin - bound) / max(1e-12, centre - bound)
+                        )
+                        if bound > found.margin + 1e-10:
+                            violations.append(
+                                {
+                                    "network": i,
+                                    "norm": norm,
+                                    "radius": radius,
+                                    "method": method,
+                                    "bound": bound,
+                                }
+                            )
+    result = {
+        "command": " ".join(["python benchmarks/campaign.py", *sys.argv[1:]]),
+        "lirpa": lirpa.version(),
+        "networks": args.networks,
+        "radii": RADII,
+        "norms": ["1", "2", "inf"],
+        "comparisons": counts,
+        "bounds_not_finite": unknown,
+        "smallest_gap_over_loss": closest,  # 0: the attack reaches the bound
+        "violations": violations,
+        "seconds": time.perf_counter() - start,
+    }
+    OUT.mkdir(exist_ok=True)
+    (OUT / f"campaign-{lirpa.version()}.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1))
+    if violations:
+        sys.exit("a bound was passed")
+
+
+if __name__ == "__main__":
+    main()
