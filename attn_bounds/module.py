@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from . import lirpa
 from .domain.forms import NO_SYMBOLS
+from .domain.joint import QUICK, THOROUGH
 from .lirpa import (
     BoundConv,
     BoundLinear,
@@ -27,6 +29,7 @@ from .operators.input import BehindInputBox
 from .operators.repairs import repairs
 
 ALPHA_METHODS = ("alpha-crown", "crown-optimized")
+SENSITIVITY_METHODS = ("sensitivity", "sensitivity-crown", "sensitivity-alpha")
 Bounds = tuple[Tensor, Tensor]
 
 
@@ -172,7 +175,10 @@ class BoundedModule(LirpaModule):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As auto_LiRPA's; `method` may also be `alpha-crown` or `sensitivity`.
+        """As auto_LiRPA's; `method` may also be `alpha-crown` or one of `SENSITIVITY_METHODS`.
+
+        Those carry slack for the rounding of generators, but none for that of the output itself, which
+        `Verifier.row_bounds` takes off.
 
         Arguments:
             x: tuple of inputs, `BoundedTensor`s where perturbed, (batch, …).
@@ -197,8 +203,8 @@ class BoundedModule(LirpaModule):
         self._running = True
         try:
             with lirpa.default_dtype(self.dtype):
-                if name == "sensitivity":
-                    return self._sensitivity(x, C, **kwargs)
+                if name in SENSITIVITY_METHODS:
+                    return self._sensitivity(name, x, C, **kwargs)
                 if name in ALPHA_METHODS:
                     if (
                         self.OWN_ALPHA
@@ -244,14 +250,16 @@ class BoundedModule(LirpaModule):
             self._domain = Domain(self)
         return self._domain
 
-    def propagate(self, x: Sequence[Any], memory: float | None = None, reduce: bool = True) -> Any:
+    def propagate(
+        self, x: Sequence[Any], memory: float | None = None, reduce: bool = True, backward: bool = False
+    ) -> Any:
         """One forward pass in affine forms with error sets: every tensor's form, error sets and ranges.
 
         Arguments:
             x: one `BoundedTensor` (batch, *input). Limits that an l1 or l2 ball is cut by are read from an
                 attribute `limits` of its perturbation, (lower, upper), (batch, *input) each.
             memory: bytes that the whole process should stay within, or None; see `Domain.run`.
-            reduce: see `Domain.run`.
+            reduce, backward: see `Domain.run`.
 
         Returns:
             `attn_bounds.domain.propagate.Propagation`.
@@ -275,14 +283,14 @@ class BoundedModule(LirpaModule):
                 lower, upper = (t.to(value) - value for t in given)
                 limits = lower.clamp(max=0.0), upper.clamp(min=0.0)
         with torch.no_grad():
-            return self.domain().run(value, norm, radius, memory, limits, reduce)
+            return self.domain().run(value, norm, radius, memory, limits, reduce, backward)
 
-    def passes(self, x: Sequence[Any], memory: float | None = None) -> list[Any]:
+    def passes(self, x: Sequence[Any], memory: float | None = None, backward: bool = False) -> list[Any]:
         """The passes whose best bound is that of method `sensitivity`, functional by functional.
 
         Limits cut an l2 ball only before it is reduced: where they cut anything, both ways are gone.
         """
-        found = [self.propagate(x, memory)]
+        found = [self.propagate(x, memory, backward=backward)]
         ptb = x[0].ptb
         if getattr(ptb, "limits", None) is None or float(ptb.norm) == math.inf:
             return found
@@ -296,26 +304,53 @@ class BoundedModule(LirpaModule):
 
     def _sensitivity(
         self,
+        method: str,
         x: Sequence[Any],
         C: Any,
         bound_lower: bool = True,
         bound_upper: bool = True,
         memory: float | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        lower = upper = None
-        for found in self.passes(x, memory):
-            centre = found.output.centre
-            if C is None:
-                C = torch.eye(centre[0].numel(), dtype=centre.dtype)
-            rows = C.to(centre).expand(len(centre), *C.shape[-2:])
-            if bound_lower:
-                low, shares = found.lower(rows)
-                self.folded = Folded.of(found.groups.folded, shares, low)
-                lower = low if lower is None else torch.fmax(lower, low)
-            if bound_upper:
-                high = -found.lower(-rows)[0]
-                upper = high if upper is None else torch.fmin(upper, high)
-        return lower, upper
+        """The best per functional of the passes that belong to a method."""
+        passes = self.passes(x, memory, backward=method == "sensitivity-crown")
+        centre = passes[0].output.centre
+        if C is None:
+            C = torch.eye(centre[0].numel(), dtype=centre.dtype)
+        rows = C.to(centre).expand(len(centre), *C.shape[-2:])
+        efforts = (QUICK, THOROUGH) if method == "sensitivity-alpha" else (QUICK,)
+
+        def lower(a: Tensor) -> Tensor:
+            found = [(p, *p.lower(a, effort)) for p in passes for effort in efforts]
+            for p, low, shares in found[:1]:
+                self.folded = Folded.of(p.groups.folded, shares, low)
+            return functools.reduce(torch.fmax, [low for _, low, _ in found])
+
+        low = lower(rows) if bound_lower else None
+        high = -lower(-rows) if bound_upper else None
+        if method == "sensitivity-crown":
+            back_low, back_high = self._backward(passes[0], x, C, bound_lower, bound_upper)
+            low = low if back_low is None or low is None else torch.fmax(low, back_low)
+            high = high if back_high is None or high is None else torch.fmin(high, back_high)
+        return low, high
+
+    def _backward(
+        self, found: Any, x: Sequence[Any], C: Any, bound_lower: bool, bound_upper: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """A backward pass with the bounds and Jacobians of a forward pass; None where they are not finite."""
+        if not all(bool(torch.isfinite(t).all()) for bounds in found.bounds.values() for t in bounds):
+            return None, None  # auto_LiRPA takes 0 · ∞ for 0
+        averages = [n for n in self.all_nodes() if n.name in found.local]
+        given = {lirpa.interm_bounds_argument(): found.bounds}
+        sides = {"bound_lower": bound_lower, "bound_upper": bound_upper}
+        try:
+            for node in averages:
+                node.local = node.inputs[0].local = found.local[node.name]
+            with torch.no_grad():
+                result = super().compute_bounds(x=x, C=C, method="CROWN", **sides, **given)
+        finally:
+            for node in averages:
+                node.local = node.inputs[0].local = None
+        return result[0], result[1]
 
     def _optimised_nodes(self) -> list[Any]:
         if lirpa.is_old():

@@ -23,10 +23,10 @@ from .results import Certificate, Explanation, Radius, digest, merge, versions, 
 if TYPE_CHECKING:
     from .module import BoundedModule
 
-OWN_METHODS = ("ibp", "sensitivity", "crown", "alpha-crown")
+OWN_METHODS = ("ibp", "sensitivity", "sensitivity-crown", "sensitivity-alpha", "crown", "alpha-crown")
 STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
 METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
-AUTO = ("ibp", "sensitivity", "crown", "alpha-crown")  # cheap to tight
+AUTO = ("ibp", "sensitivity", "crown", "sensitivity-alpha", "alpha-crown")  # cheap to tight
 _LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our BoundedModule
 
 # Units in the last place, relative to the outputs' size, that a bound loses to our own rounding: the longest
@@ -242,7 +242,7 @@ class Verifier:
         bounded, x = self._bounded(inputs)
         functionals = torch.stack([s.A for s in specs]).to(x)
         name = method.removeprefix("stock-")
-        extra = {"memory": self.memory} if name == "sensitivity" else {}
+        extra = {"memory": self.memory} if name.startswith("sensitivity") else {}
         with torch.set_grad_enabled(name == "alpha-crown"):
             try:
                 lower, _ = graph.compute_bounds(
@@ -260,7 +260,7 @@ class Verifier:
         lower = lower.detach().double()
         finite = True
         # what other methods left on the nodes says nothing about method sensitivity
-        for node in graph.all_nodes() if name != "sensitivity" else []:
+        for node in graph.all_nodes() if not name.startswith("sensitivity") else []:
             bound = getattr(node, "lower", None)
             if isinstance(bound, Tensor) and node.perturbed and bound.is_floating_point():
                 # auto_LiRPA turns 0·inf into 0: an infinite intermediate bound makes the result worthless
@@ -371,7 +371,8 @@ class Verifier:
         """The methods that run for `method`, in order."""
         if check_method(method) != "auto":
             return (method,)
-        return tuple(m for m in AUTO if m != "sensitivity" or not self.graph(stock=False).domain().gap())
+        gap = self.graph(stock=False).domain().gap()
+        return tuple(m for m in AUTO if not (gap and m.startswith("sensitivity")))
 
     def describe(self, method: str) -> dict[str, Any]:
         """Options that decide what a method computes, for the record."""
@@ -497,7 +498,7 @@ class Verifier:
             seconds = (time.perf_counter() - begin) / len(todo)
             for k, (i, row) in enumerate(zip(todo, bounds, strict=True)):
                 changes = merge(results[i], stage, row, specs[i], seconds)
-                if stage == "sensitivity" and (folded := self.graph(stock=False).folded) is not None:
+                if stage.startswith("sensitivity") and (folded := self.graph(stock=False).folded) is not None:
                     deciding = int((row - specs[i].margin(row)).abs().argmin())
                     changes["tried"][-1]["errors_without_symbols"] = folded.errors
                     changes["tried"][-1]["margin_they_take"] = float(folded.loss[k, deciding])

@@ -148,12 +148,14 @@ class Groups:
         growth: factor (≥ 1) on every radius for the rounding of the generators.
         limit: number of symbols that there is memory for, or None.
         spare: numbers that may be kept for `joint.py` under a limit.
+        backward: whether a backward pass follows, which needs bounds of more nodes.
         folded: per set that got none of the symbols it wanted, its label and how many.
     """
 
     growth: float
     limit: int | None = None
     spare: int = 0
+    backward: bool = False
     folded: list[tuple[str, int]] = field(default_factory=list)
     sets: list[ErrorSet] = field(default_factory=list)
     offsets: list[int] = field(default_factory=lambda: [0])

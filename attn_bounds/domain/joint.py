@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from .sets import AttentionRemainder, BoxInBall, ErrorSet
 
 CHUNK = 2**21  # entries of the matrices that are held at once: they should fit in a cache
-DENSE_WORK = 2e9  # multiplications up to which the quadratic's matrix over an l2 ball is formed
-FACTORS = 640  # else at most this many squares are kept, those of ReLU first
+FACTORS = 640  # where no matrix is formed, at most this many squares are kept, those of ReLU first
 RATE = 0.5  # of the descent in the logits of mixtures
 Parameters = dict[str, Tensor]
 Mode = Literal["none", "squares", "full"]  # of a step: constants and linear terms only; d²; d² and d u
@@ -311,24 +310,38 @@ class AttentionStep(Step):
         return (coefficients.reshape(batch, -1, heads, n, dv) @ v.mT).flatten(2)
 
 
-def joint_losses(groups: Groups, coefficients: Tensor, alone: Tensor, iterations: int) -> list[Tensor]:
+class Effort(NamedTuple):
+    """How hard to look for a good bound.
+
+    Attributes:
+        iterations: of the choice of mixtures.
+        work: multiplications up to which the quadratic's matrix over an l2 ball is formed.
+    """
+
+    iterations: int
+    work: float
+
+
+QUICK, THOROUGH = Effort(8, 2e9), Effort(80, 1e12)
+
+
+def joint_losses(groups: Groups, coefficients: Tensor, alone: Tensor, effort: Effort) -> list[Tensor]:
     """What each error set takes from functionals `wᵀe`: their sum is an upper bound of `−wᵀe`.
 
     Arguments:
         coefficients: (batch, F, K) of the functionals on all symbols.
         alone: (batch, F) loss by support functions alone; its rounding covers that of the coefficients.
-        iterations: of the choice of mixtures.
 
     Returns:
         (batch, F) per error set, in order of creation; infinite where no bound was found.
     """
     c = coefficients.double()
     used = [s for s, start in zip(groups.sets, groups.offsets, strict=False) if start < c.shape[2]]
-    walk = _Walk(used, groups.offsets, c)
+    walk = _Walk(used, groups.offsets, c, effort.work)
     z = -c[..., : used[0].size]
     z = walk.worst(z, z, z, [])
     if any(walk.mixes):
-        z = _choose(walk, z, iterations)
+        z = _choose(walk, z, effort.iterations)
     with torch.no_grad():
         return _conclude(walk, z, (groups.growth - 1.0) * alone.double())
 
@@ -341,12 +354,12 @@ class _Walk:
         modes, mixes: per later set with a step, in order.
     """
 
-    def __init__(self, used: list[ErrorSet], offsets: list[int], c: Tensor) -> None:
+    def __init__(self, used: list[ErrorSet], offsets: list[int], c: Tensor, most: float) -> None:
         self.first, self.later, self.offsets, self.c = used[0], used[1:], offsets[1:], c
         self.norm = self.first.norm if isinstance(self.first, Ball) else 0.0
         steps = [s.step for s in self.later if s.step is not None]
         work = self.first.size**2 * sum(step.first.shape[2] for step in steps) * c.shape[0] * c.shape[1]
-        self.dense = self.norm == 2.0 and work <= DENSE_WORK
+        self.dense = self.norm == 2.0 and work <= most
         self.modes = self._modes()
         self.mixes = [
             {} if s.step is None else s.step.parameters(c.shape[1], mode)

@@ -16,11 +16,11 @@ from ..errors import UnsupportedModelError
 from . import nodes as rules_of
 from .boxes import with_symbols
 from .forms import NO_SYMBOLS, AffineForm, Groups, Rest
-from .joint import joint_losses
+from .joint import QUICK, Effort, joint_losses
 from .nodes import AVERAGE, is_unit, reads
 from .nodes import kind as _kind
 from .nodes import value as _value
-from .rules import attention, relu
+from .rules import Local, attention, relu
 from .sets import Ball, ClippedBall
 
 # Affine in their one perturbed input: the node's own forward maps the centre and all generators at once.
@@ -86,24 +86,25 @@ class Propagation:
         output: form of the graph's output.
         groups: the error sets.
         bounds: (lower, upper) by node name, for the nodes whose ranges the pass needed.
-        iterations: of the choice of slopes per functional (joint.py).
+        local: by name of an attention's average, if a backward pass was announced.
     """
 
     output: AffineForm
     groups: Groups
     bounds: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    iterations: int = 8
+    local: dict[str, Local] = field(default_factory=dict)
 
-    def lower(self, a: Tensor) -> tuple[Tensor, list[Share]]:
+    def lower(self, a: Tensor, effort: Effort = QUICK) -> tuple[Tensor, list[Share]]:
         """Lower bounds of functionals of the output, and what each error set takes from them.
 
         Arguments:
             a: (batch, rows, outputs).
+            effort: for the joint bound.
 
         Returns:
             (batch, rows), and the shares in order of creation.
         """
-        centre, losses = self._losses(a)
+        centre, losses = self._losses(a, effort)
         named = [(s.label, s.size) for s in self.groups.sets[: len(losses)]]
         if self.output.rest is not None:
             named[len(losses) - 1 :] = [(NO_SYMBOLS, 0)]
@@ -115,13 +116,13 @@ class Propagation:
         """Which of two losses counts; NaN never does if the other is a number."""
         return joint < alone
 
-    def _losses(self, a: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _losses(self, a: Tensor, effort: Effort) -> tuple[Tensor, list[Tensor]]:
         """Values at the centre, and per error set what it takes: the better of two ways to add up."""
         centre = (a @ self.output.centre.flatten(1).unsqueeze(2)).squeeze(2)
         generators = self.output.generators.flatten(2) @ a.mT  # (batch, K, rows)
         alone = [-low for low, _ in self.groups.ranges(generators, tight=True)]
         total = torch.stack(alone).sum(0)
-        joint = joint_losses(self.groups, generators.mT, total, self.iterations)
+        joint = joint_losses(self.groups, generators.mT, total, effort)
         better = self.is_better(torch.stack(joint).sum(0), total)
         losses = [torch.where(better, j.to(x), x) for j, x in zip(joint, alone, strict=True)]
         if (rest := self.output.rest) is not None:
@@ -185,6 +186,7 @@ class Domain:
         memory: float | None = None,
         limits: tuple[Tensor, Tensor] | None = None,
         reduce: bool = True,
+        backward: bool = False,
     ) -> Propagation:
         """Propagate a batch of balls or boxes. Entries that cannot move get no symbol.
 
@@ -195,6 +197,7 @@ class Domain:
             limits: smallest and largest move of each entry, (batch, *input), which cut an l1 or l2 ball.
             reduce: shrink an l2 ball to the rank of the first linear layer, and forget limits but those of
                 entries that cannot move; else keep the limits.
+            backward: also find what a backward pass needs: bounds of everything around an attention.
             memory: bytes for the whole process. Where they do not suffice, errors of later layers get no
                 symbols, which is sound and looser (`Groups.folded`).
 
@@ -204,7 +207,7 @@ class Domain:
         """
         dtype = centre.dtype
         # rounding of generators that are sums of products of up to a few thousand terms
-        groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps)
+        groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps, backward=backward)
         if self._gap:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
         if memory is not None:
@@ -215,6 +218,7 @@ class Domain:
         forms: dict[str, AffineForm] = {}
         layers: Counter[str] = Counter()
         bounds: dict[str, tuple[Tensor, Tensor]] = {}
+        local: dict[str, Local] = {}
         self.graph(centre)  # shapes and values of constants
         entry = self.entry
         readers = [n for n in self.nodes if any(i is entry for i in self._reads(n))]
@@ -232,7 +236,7 @@ class Domain:
             elif kind == AVERAGE and is_unit(node):
                 layers["attention"] += 1
                 label = f"attention {layers['attention']}"
-                forms[node.name] = self._attention(node, forms, groups, bounds, label)
+                forms[node.name] = self._attention(node, forms, groups, bounds, local, label)
             elif kind == "BoundRelu":
                 layers["ReLU"] += 1
                 label = f"ReLU {layers['ReLU']}"
@@ -249,7 +253,7 @@ class Domain:
                 uses[i.name] -= 1
                 if uses[i.name] == 0 and i.name in forms:
                     del forms[i.name]
-        return Propagation(forms[self.graph.final_name], groups, bounds)
+        return Propagation(forms[self.graph.final_name], groups, bounds, local)
 
     def _symbols(self, memory: float, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         """How many symbols fit in so many bytes, and how many numbers are left for the final functionals."""
@@ -339,16 +343,27 @@ class Domain:
         forms: dict[str, AffineForm],
         groups: Groups,
         bounds: dict[str, tuple[Tensor, Tensor]],
+        local: dict[str, Local],
         label: str,
     ) -> AffineForm:
         scores_node, weights_node, value_node = node.inputs
         query, key = scores_node.inputs[:2]
         rank = len(scores_node.output_shape)
         mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
-        q, k, v = (_as_heads(self._form(n, forms, groups, rank)) for n in (query, key, value_node))
-        output, (low, high) = attention(q, k, v, scores_node.scale, mask, groups, label)
+        given = {n.name: self._form(n, forms, groups, rank) for n in (query, key, value_node)}
+        q, k, v = (_as_heads(given[n.name]) for n in (query, key, value_node))
+        output, box, found = attention(q, k, v, scores_node.scale, mask, groups, label)
         shape = weights_node.output_shape[1:]
-        bounds[weights_node.name] = low.reshape(-1, *shape), high.reshape(-1, *shape)
+        dtype = q.centre.dtype
+        bounds[weights_node.name] = _outward(box[0], box[1], dtype, shape)
+        if found is not None:
+            local[node.name] = found
+            bounds[scores_node.name] = _outward(found.scores[1], found.scores[2], dtype, shape)
+            for name, form in given.items():
+                if name in self.moving:
+                    ranges = groups.ranges(form.generators, form.rest)
+                    low, high = groups.total(ranges, form.centre)
+                    bounds[name] = form.centre + low, form.centre + high
         return output.linear(lambda t: t.reshape(-1, *node.output_shape[1:]))
 
     def _moves(self, node: Any) -> bool:
@@ -367,6 +382,13 @@ class Domain:
         value = value.reshape((1,) * (rank - value.ndim) + value.shape)
         value = value.expand(like.centre.shape[0], *value.shape[1:])
         return AffineForm(value, value.new_zeros((value.shape[0], groups.sets[0].size, *value.shape[1:])))
+
+
+def _outward(low: Tensor, high: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Bounds in another dtype, rounded outwards, (batch, *shape)."""
+    room = 2.0 * torch.finfo(dtype).eps
+    low, high = low - room * low.abs(), high + room * high.abs()
+    return low.to(dtype).reshape(-1, *shape), high.to(dtype).reshape(-1, *shape)
 
 
 class _Input:

@@ -5,6 +5,7 @@ Linear nodes need no rule of their own: `AffineForm.linear` maps the centre and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -206,14 +207,35 @@ class _Rows(NamedTuple):
     other_r: Tensor
     low: Tensor  # probabilities
     high: Tensor
+    scores: tuple[Tensor, Tensor, Tensor] | None  # centre, lower and upper bound, float64
+    bilinear: tuple[Tensor, Tensor]  # range of scale · dq · dk
     spread: Tensor  # (batch, heads, n) √(Σ p ‖v − o‖²)
     score_rest: Tensor  # (batch, heads, n, m) part of the scores without symbols
     rest_box: Tensor  # (batch, heads, n, dv), of the linear part without symbols
 
 
+@dataclass
+class Local:
+    """What backward relaxations of an attention want to know of it, besides its Jacobian at the centre.
+
+    Attributes:
+        queries, keys, values: centres, (batch, heads, n, dk), (batch, heads, m, dk), (batch, heads, m, dv).
+        scores: (batch, heads, n, m) centre that the probabilities belong to, and bounds of the scores.
+        bilinear: range of `scale · dq · dk`, (batch, heads, n, m) each.
+        remainder: second-order remainder of the outputs around `scores[0]`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scores: tuple[Tensor, Tensor, Tensor]
+    bilinear: tuple[Tensor, Tensor]
+    remainder: AttentionRemainder
+
+
 def attention(
     q: AffineForm, k: AffineForm, v: AffineForm, scale: float, mask: Tensor | None, groups: Groups, label: str
-) -> tuple[AffineForm, tuple[Tensor, Tensor]]:
+) -> tuple[AffineForm, tuple[Tensor, Tensor], Local | None]:
     """Attention exactly to first order, with the second-order remainder as a new error set.
 
     Arguments:
@@ -221,7 +243,8 @@ def attention(
         mask: additive constant or None.
 
     Returns:
-        form of the output (batch, heads, n, dv), and (lower, upper) probabilities, (batch, heads, n, m).
+        form of the output (batch, heads, n, dv); (lower, upper) probabilities, (batch, heads, n, m); and
+        under `groups.backward` what backward relaxations need.
     """
     dtype = q.centre.dtype
     batch, heads, n, _ = q.centre.shape
@@ -286,7 +309,18 @@ def attention(
         generators = _append_identity(own, groups.add(remainder), torch.arange(remainder.size))
     rest = rests[0] + rests[1] if len(rests) == 2 else rests[0] if rests else None
     box_of_p = whole([b.low for b in blocks]), whole([b.high for b in blocks])
-    return AffineForm(average.to(dtype), generators, rest), box_of_p
+    local = None
+    if groups.backward:
+        scores = [b.scores for b in blocks if b.scores is not None]
+        local = Local(
+            q.centre,
+            k.centre,
+            v.centre,
+            (whole([t[0] for t in scores]), whole([t[1] for t in scores]), whole([t[2] for t in scores])),
+            (whole([b.bilinear[0] for b in blocks]), whole([b.bilinear[1] for b in blocks])),
+            remainder,
+        )
+    return AffineForm(average.to(dtype), generators, rest), box_of_p, local
 
 
 def _rows(
@@ -318,6 +352,12 @@ def _rows(
         """Bound of |t_c − Σ_k p_k t_k| given one of |t_c|."""
         return (t * (1.0 - 2.0 * p) + (p * t).sum(-1, keepdim=True)).clamp(min=0.0)
 
+    uncentred = linear
+    if groups.backward:  # what all keys share counts for the scores themselves
+        uncentred = linear + scale * (
+            q.padded(symbols) @ (k.centre - keys).unsqueeze(1).mT
+            + q.centre.unsqueeze(1) @ (k.padded(symbols) - moves).mT
+        )
     # a constant per row does not change the softmax: centre D at its average
     linear = linear - (linear * p.to(dtype).unsqueeze(1)).sum(-1, keepdim=True)
     ranges = groups.ranges(linear)
@@ -327,6 +367,11 @@ def _rows(
     supports = [torch.maximum(-down, up).double() for down, up in ranges]
     d_low, d_high = groups.total(ranges, linear[:, 0])
     low, high = probability_box(centre + d_low.double() - b, centre + d_high.double() + b)
+    scores = None
+    if groups.backward:
+        whole_low, whole_high = groups.total(groups.ranges(uncentred), uncentred[:, 0])
+        extra = _scores_rest(q, k, k.centre, scale, groups)
+        scores = centre, centre + whole_low.double() - b - extra, centre + whole_high.double() + b + extra
     grams = []
     for s, w in groups.parts(linear):
         if s.radius is None:
@@ -374,7 +419,20 @@ def _rows(
     if v.rest is not None:
         rest_box = rest_box + p @ v.rest.box.double()
     return _Rows(
-        average, own, first, row_data, other_sd, other_sd_psi, rest_r, low, high, spread, score_rest, rest_box
+        average,
+        own,
+        first,
+        row_data,
+        other_sd,
+        other_sd_psi,
+        rest_r,
+        low,
+        high,
+        scores,
+        (b_low, b_high),
+        spread,
+        score_rest,
+        rest_box,
     )
 
 

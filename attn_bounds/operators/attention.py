@@ -7,8 +7,12 @@ Relaxations of the unit (option `attention_relaxation`):
 
 * `lse` (default): log-sum-exp planes of the softmax and McCormick planes of the two products;
 * `key`: the only slope is `P dV`, the rest is an exact range (theory.md, section 5).
+* `jacobian`: the vector-Jacobian product at the centre, and the second-order remainder of the functional as
+  the bias (theory.md, (7)-(9)). It needs what the forward pass of method `sensitivity` knows of the node
+  (`local`, set by our BoundedModule), and is taken functional by functional where it is the tighter plane at
+  the centre.
 
-During α-CROWN both are mixed, and mixing weights, tangent points and row shifts are optimised. α exists for
+During α-CROWN they are mixed, and mixing weights, tangent points and row shifts are optimised. α exists for
 the final node only: intermediate bounds keep the defaults.
 """
 
@@ -67,6 +71,7 @@ class BoundAttentionOperator(BoundOptimizableActivation):
         self.optimizable = True
         self.alpha: OrderedDict[str, Tensor] = OrderedDict()
         self.final_start: str | None = None  # name of the node whose α is kept; set by our BoundedModule
+        self.local: Any = None  # `domain.rules.Local` of the unit, where a forward pass went before
         self.options = options or {}
 
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
@@ -124,6 +129,22 @@ class BoundAttentionOperator(BoundOptimizableActivation):
 
     def get_split_mask(self, lower: Tensor, upper: Tensor, input_index: int) -> Tensor:
         return torch.zeros_like(lower, dtype=torch.bool)
+
+
+def _choose(
+    first: Tensor, one: tuple[list[Tensor | None], Tensor], two: tuple[list[Tensor | None], Tensor]
+) -> tuple[list[Tensor | None], Tensor]:
+    """One of two lower planes per functional; first: (spec, batch)."""
+
+    def pick(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None and b is None:
+            return None
+        shape = (*first.shape, *[1] * ((a if a is not None else b).ndim - 2))  # type: ignore[union-attr]
+        zero = torch.zeros((), dtype=one[1].dtype)
+        return torch.where(first.reshape(shape), zero if a is None else a, zero if b is None else b)
+
+    coefficients = [pick(a, b) for a, b in zip(one[0], two[0], strict=True)]
+    return coefficients, torch.where(first, one[1], two[1])
 
 
 def _forward_bounds(node: Any, bound: Any, rank: int) -> tuple[Any, Any, Tensor, Tensor]:
@@ -221,6 +242,8 @@ class BoundAttentionScores(BoundAttentionOperator):
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         q, k = self.inputs[:2]
         scaled = self.scale * a
+        if self.local is not None and q.perturbed and k.perturbed:
+            return self._with_jacobian(a, 0.5 if alpha is None else alpha)
         bias = torch.zeros(a.shape[:2], dtype=a.dtype, device=a.device)
         coefficients: list[Tensor | None]
         if q.perturbed and k.perturbed:
@@ -230,6 +253,26 @@ class BoundAttentionScores(BoundAttentionOperator):
             coefficients = [_fit(scaled @ _box(k)[0], q), None]
         else:
             coefficients = [None, _fit(scaled.mT @ _box(q)[0], k)]
+        if (mask := self._mask()) is not None:
+            bias = bias + (a * mask).flatten(2).sum(-1)
+            coefficients.append(None)
+        return coefficients, bias
+
+    def _with_jacobian(self, a: Tensor, mix: Tensor | float) -> tuple[list[Tensor | None], Tensor]:
+        """The better of the McCormick planes and of the linear part at the centre plus the bilinear range."""
+        q, k = self.inputs[:2]
+        q0, k0 = (
+            t.reshape(-1, *n.output_shape[1:]) for t, n in ((self.local.queries, q), (self.local.keys, k))
+        )
+        low, high = (t.to(a.dtype).reshape(-1, *self.output_shape[1:]) for t in self.local.bilinear)
+        scaled = self.scale * a
+        loss = (a.clamp(min=0.0) * low + a.clamp(max=0.0) * high).flatten(2).sum(-1)
+        product = (scaled * (q0 @ k0.mT)).flatten(2).sum(-1)
+        own = [_fit(scaled @ k0, q), _fit(scaled.mT @ q0, k)], loss - product
+        plane = product_lower_plane(scaled, *_box(q), *_box(k), mix)
+        other = [_fit(plane.x, q), _fit(plane.y, k)], plane.bias
+        gap = product - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
+        coefficients, bias = _choose(-loss <= gap, own, other)
         if (mask := self._mask()) is not None:
             bias = bias + (a * mask).flatten(2).sum(-1)
             coefficients.append(None)
@@ -365,7 +408,53 @@ class BoundAttentionAverage(BoundAttentionOperator):
             return _fit(plane.values, v), plane.bias
         return None, plane.bias + (plane.values * _box(v)[0]).flatten(2).sum(-1)
 
+    def _jacobian(self, a: Tensor) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        """Coefficients, bias, and what is lost at the centre, (spec, batch)."""
+        s, _, v = self.inputs
+        local = self.local
+        values, rows = local.values.double(), local.remainder.exact.rows
+        # the set keeps its average relative to the middle of the values
+        average = local.remainder.exact.average + values.mean(-2, keepdim=True)
+        spec, batch = a.shape[:2]
+        w = a.double().reshape(spec, batch, *average.shape[1:])
+        y = w @ values.mT - (w * average).sum(-1, keepdim=True)
+        on_s, on_v = rows.p * y, rows.p.mT @ w
+        parts = local.remainder.parts(w.flatten(2).permute(1, 2, 0), True)
+        loss = (parts.down + parts.cross).sum((1, 2)).T  # what is bilinear in the scores is theirs
+        centre = (w * average).flatten(2).sum(-1)
+        bias = centre - loss - (on_s * local.scores[0]).flatten(2).sum(-1)
+        bias = bias - (on_v * values).flatten(2).sum(-1)
+        coefficients: list[Tensor | None] = [on_s.to(a).reshape(spec, batch, *s.output_shape[1:]), None, None]
+        if v.perturbed:
+            coefficients[2] = _fit(on_v.to(a).reshape(spec, batch, -1, *on_v.shape[-2:]), v)
+        else:
+            bias = bias + (on_v * values).flatten(2).sum(-1)
+        return coefficients, bias.to(a), loss.to(a)
+
+    def _lse_gap(self, a: Tensor, on_p: Tensor, on_v: Tensor | None, bias: Tensor) -> Tensor:
+        """What the plane of `_lse`, carried on through the softmax, loses at the centre: (spec, batch)."""
+        s, _, v = self.inputs
+        local = self.local
+        scores = local.scores[0].to(a).reshape(-1, *s.output_shape[1:])
+        planes = softmax_planes(*_box(s))
+        plane = weights_lower_plane(on_p, planes, 0.0)
+        value = (plane.scores * scores).flatten(2).sum(-1) + plane.bias + bias
+        if on_v is not None:
+            value = value + (on_v * local.values.reshape(-1, *v.output_shape[1:])).flatten(2).sum(-1)
+        average = local.remainder.exact.average + local.values.double().mean(-2, keepdim=True)
+        return (a * average.to(a).reshape(-1, *self.output_shape[1:])).flatten(2).sum(-1) - value
+
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+        if self.local is None or not self.inputs[1].perturbed:
+            return self._lower_plane(a, alpha)
+        own, own_bias, loss = self._jacobian(a)
+        other, bias = self._lower_plane(a, alpha)
+        if other[1] is None:  # the key plane loses more at the centre, for all but huge moves
+            return _choose(torch.isfinite(loss), (own, own_bias), (other, bias))
+        better = loss <= self._lse_gap(a, other[1], other[2], bias)
+        return _choose(better, (own, own_bias), (other, bias))
+
+    def _lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         if alpha is None or not self.inputs[1].perturbed:
             if self.relaxation == "lse" or not self.inputs[1].perturbed:
                 on_p, on_v, bias = self._lse(a, 1.0)

@@ -51,7 +51,11 @@ class TestFactored(TestAnyMixture):
 
     @pytest.fixture(autouse=True)
     def factored(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(joint, "DENSE_WORK", 0)
+        losses = joint.joint_losses
+        none = joint.Effort(1, 0.0)
+        monkeypatch.setattr(
+            "attn_bounds.domain.propagate.joint_losses", lambda *args: losses(*args[:3], none)
+        )
 
 
 def lower(module: nn.Module, x: Tensor, norm: float, eps: float | Tensor, c: Tensor) -> Tensor:
