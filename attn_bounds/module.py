@@ -328,7 +328,7 @@ class BoundedModule(LirpaModule):
         low = lower(rows) if bound_lower else None
         high = -lower(-rows) if bound_upper else None
         if method == "sensitivity-crown":
-            back_low, back_high = self._backward(passes[0], x, C, bound_lower, bound_upper)
+            back_low, back_high = self._backward(passes[0], x, rows, bound_lower, bound_upper)
             low = low if back_low is None or low is None else torch.fmax(low, back_low)
             high = high if back_high is None or high is None else torch.fmin(high, back_high)
         return low, high
