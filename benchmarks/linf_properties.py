@@ -1,0 +1,82 @@
+"""The twenty l-infinity properties of the competition's two Vision Transformers, 100 s each.
+
+    python benchmarks/linf_properties.py [--method auto] [--timeout 100] [--threads 2]
+
+Every property runs as `attn-bounds certify --vnnlib` would run it: in a child process with the time limit,
+its best result kept. Needs the shared competition files. Finished rows are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT.parent / "shared" / "data" / "vnncomp_vit"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--method", default="auto")
+    parser.add_argument("--timeout", type=float, default=100.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--models", default="pgd,ibp", help="by the first letters (default both)")
+    args = parser.parse_args()
+    if not DATA.is_dir():
+        sys.exit(f"the competition files are not there: {DATA}")
+    import torch
+
+    from attn_bounds import lirpa, read_vnnlib
+    from attn_bounds.limits import LimitedVerifier
+    from attn_bounds.report import progress
+
+    torch.set_num_threads(args.threads)
+    out = ROOT / "benchmarks" / "results" / f"linf_properties-{lirpa.version()}.json"
+    before = json.loads(out.read_text()) if out.is_file() else {"rows": []}
+    rows: list[dict[str, Any]] = before["rows"]
+    done = {(r["property"], r["asked"]) for r in rows}
+    lines = [line.split(",")[1] for line in (DATA / "instances.csv").read_text().split()]
+    names = [Path(n).name.split(".")[0] for n in lines]
+    todo = [n for n in names if n.startswith(tuple(args.models.split(","))) and (n, args.method) not in done]
+    with progress(len(todo)) as begin:
+        for name in todo:
+            begin(name)
+            model = DATA / f"{name.rsplit('_', 1)[0]}.onnx"
+            with LimitedVerifier(model, timeout=args.timeout) as verifier:
+                prop = read_vnnlib(
+                    DATA / "vnnlib" / f"{name}.vnnlib.gz", verifier.input_shape, verifier.outputs
+                )
+                found = verifier.certify_property(prop, method=args.method)
+            rows.append(
+                {
+                    "property": name,
+                    "asked": args.method,
+                    "status": found.status,
+                    "method": found.method,
+                    "margin": found.margin,
+                    "seconds": found.seconds,
+                    "tried": found.tried,
+                    "reason": found.reason,
+                }
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            counts = {
+                asked: {
+                    s: sum(r["status"] == s for r in rows if r["asked"] == asked)
+                    for s in ("verified", "falsified", "unknown")
+                }
+                for asked in dict.fromkeys(r["asked"] for r in rows)
+            }
+            command = " ".join(["python benchmarks/linf_properties.py", *sys.argv[1:]])
+            result = {"command": command, "timeout": args.timeout, "threads": args.threads, "counts": counts}
+            out.write_text(json.dumps({**result, "lirpa": lirpa.version(), "rows": rows}, indent=1))
+    print(out.read_text().split('"rows"')[0] if out.is_file() else "nothing ran")
+
+
+if __name__ == "__main__":
+    main()
