@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .sets import AttentionRemainder, BoxInBall, ErrorSet
 
 CHUNK = 2**21  # entries of the matrices that are held at once: they should fit in a cache
-FACTORS = 640  # where no matrix is formed, at most this many squares are kept, those of ReLU first
 RATE = 0.5  # of the descent in the logits of mixtures
 Parameters = dict[str, Tensor]
 Mode = Literal["none", "squares", "full"]  # of a step: constants and linear terms only; d²; d² and d u
@@ -316,13 +315,16 @@ class Effort(NamedTuple):
     Attributes:
         iterations: of the choice of mixtures.
         work: multiplications up to which the quadratic's matrix over an l2 ball is formed.
+        attention: where none is formed, whether squares of attentions are kept beside those of ReLU.
     """
 
     iterations: int
     work: float
+    attention: bool
 
 
-QUICK, THOROUGH = Effort(8, 2e9), Effort(80, 1e12)
+QUICK, THOROUGH = Effort(8, 2e9, False), Effort(80, 1e12, True)
+FACTORS = 640  # at most this many squares are kept where no matrix is formed
 
 
 def joint_losses(groups: Groups, coefficients: Tensor, alone: Tensor, effort: Effort) -> list[Tensor]:
@@ -337,11 +339,11 @@ def joint_losses(groups: Groups, coefficients: Tensor, alone: Tensor, effort: Ef
     """
     c = coefficients.double()
     used = [s for s, start in zip(groups.sets, groups.offsets, strict=False) if start < c.shape[2]]
-    walk = _Walk(used, groups.offsets, c, effort.work)
+    walk = _Walk(used, groups.offsets, c, effort)
     z = -c[..., : used[0].size]
     z = walk.worst(z, z, z, [])
     if any(walk.mixes):
-        z = _choose(walk, z, effort.iterations)
+        z = _choose(walk, z, effort.iterations * (1 if walk.norm == 2.0 else 2))
     with torch.no_grad():
         return _conclude(walk, z, (groups.growth - 1.0) * alone.double())
 
@@ -354,26 +356,26 @@ class _Walk:
         modes, mixes: per later set with a step, in order.
     """
 
-    def __init__(self, used: list[ErrorSet], offsets: list[int], c: Tensor, most: float) -> None:
+    def __init__(self, used: list[ErrorSet], offsets: list[int], c: Tensor, effort: Effort) -> None:
         self.first, self.later, self.offsets, self.c = used[0], used[1:], offsets[1:], c
         self.norm = self.first.norm if isinstance(self.first, Ball) else 0.0
         steps = [s.step for s in self.later if s.step is not None]
         work = self.first.size**2 * sum(step.first.shape[2] for step in steps) * c.shape[0] * c.shape[1]
-        self.dense = self.norm == 2.0 and work <= most
-        self.modes = self._modes()
+        self.dense = self.norm == 2.0 and work <= effort.work
+        self.modes = self._modes(effort.attention)
         self.mixes = [
             {} if s.step is None else s.step.parameters(c.shape[1], mode)
             for s, mode in zip(self.later, self.modes, strict=True)
         ]
 
-    def _modes(self) -> list[Mode]:
+    def _modes(self, attention: bool) -> list[Mode]:
         if self.dense:
             return ["none" if s.step is None else "full" for s in self.later]
         modes: list[Mode] = ["none"] * len(self.later)
         if self.norm in (0.0, 1.0):
             return modes
         left = min(FACTORS, self.first.size - 1)
-        for kind in (ReluStep, AttentionStep):
+        for kind in (ReluStep, AttentionStep) if attention else (ReluStep,):
             for i, s in enumerate(self.later):
                 if isinstance(s.step, kind) and s.step.first.shape[2] <= left:
                     left -= s.step.first.shape[2]

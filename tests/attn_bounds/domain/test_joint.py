@@ -52,7 +52,7 @@ class TestFactored(TestAnyMixture):
     @pytest.fixture(autouse=True)
     def factored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         losses = joint.joint_losses
-        none = joint.Effort(1, 0.0)
+        none = joint.Effort(1, 0.0, True)
         monkeypatch.setattr(
             "attn_bounds.domain.propagate.joint_losses", lambda *args: losses(*args[:3], none)
         )
