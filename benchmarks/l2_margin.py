@@ -83,12 +83,12 @@ def margin(job: tuple[str, float, str, int]) -> dict[str, Any]:
     }
 
 
-def radii(job: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
-    """Certified radii of `sensitivity` and `stock-crown` by bisection to 1%, near the first one's.
+def radii(job: tuple[str, str, dict[str, Any] | None, int]) -> dict[str, Any]:
+    """Certified radii of a method of ours and of `stock-crown` by bisection to 1%, near the first one's.
 
-    The second of the job, if given, is a finished row, of which what `stock-crown` reached is kept.
+    The third of the job, if given, is a finished row, of which what `stock-crown` reached is kept.
     """
-    name, known, threads = job
+    name, method, known, threads = job
     from attn_bounds import InputSet, lirpa
 
     verifier, center, spec = _load(name, threads)
@@ -121,7 +121,7 @@ def radii(job: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
                 return 0.0, time.perf_counter() - start, count
         return low, time.perf_counter() - start, count
 
-    ours, our_seconds, our_count = bisect("sensitivity", 0.4)
+    ours, our_seconds, our_count = bisect(method, 0.4)
     if known is None:
         stock, stock_seconds, stock_count = bisect("stock-crown", 0.6 * ours)
     else:
@@ -132,7 +132,8 @@ def radii(job: tuple[str, dict[str, Any] | None, int]) -> dict[str, Any]:
         )
     return {
         "property": name,
-        "sensitivity": ours,
+        "method": method,
+        "radius": ours,
         "stock-crown": stock,
         "ratio": ours / stock if stock else None,
         "seconds": [our_seconds, stock_seconds],
@@ -185,9 +186,11 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for model in dict.fromkeys(r["property"].rsplit("_", 1)[0] for r in rows):
         mine = [r for r in rows if r["property"].startswith(model)]
         if "ratio" in mine[0]:
-            ratios = [r["ratio"] for r in mine if r["ratio"]]
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-            out.append({"model": model, "properties": len(mine), "geometric_mean_radius_ratio": mean})
+            for method in dict.fromkeys(r["method"] for r in mine):
+                ratios = [r["ratio"] for r in mine if r["ratio"] and r["method"] == method]
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+                found = {"model": model, "method": method, "properties": len(ratios)}
+                out.append({**found, "geometric_mean_radius_ratio": mean})
             continue
         by = {(r["property"], r["radius"], r["method"]): r for r in mine}
         pairs = [(r, by.get((p, e, "stock-crown"))) for (p, e, m), r in by.items() if m == "sensitivity"]
@@ -212,6 +215,7 @@ def main() -> None:
     parser.add_argument("--models", default="pgd,ibp", help="by the first letters (default both)")
     parser.add_argument("--methods", default="sensitivity,crown,stock-crown,attack", help="for margins")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--method", default="sensitivity", help="for radii (default sensitivity)")
     parser.add_argument("--keep-stock", action="store_true", help="for radii")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -236,10 +240,10 @@ def main() -> None:
             for line in (DATA / "instances.csv").read_text().split()
         ]
         known = {r["property"]: r for r in rows} if args.keep_stock else {}
-        jobs = [(n, known.get(n), args.threads) for n in names if n.startswith(wanted)]
         if args.keep_stock:
-            rows = [r for r in rows if not r["property"].startswith(wanted)]
-        _run(radii, jobs, lambda r: (r["property"], known.get(r["property"])), out, rows)
+            rows = [r for r in rows if r["method"] != args.method or not r["property"].startswith(wanted)]
+        jobs = [(n, args.method, known.get(n), args.threads) for n in names if n.startswith(wanted)]
+        _run(radii, jobs, lambda r: (r["property"], r["method"], known.get(r["property"])), out, rows)
     if args.plot:
         plot(rows, args.plot)
     for s in summary(rows):

@@ -336,6 +336,8 @@ def test_ctrl_c_is_quiet(files: Files, limit: tuple[object, ...]) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # a shell's background jobs ignore interrupts, and hand that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert running.stdout is not None and json.loads(running.stdout.readline())["index"] == 0
     for attempt in range(10):
