@@ -251,7 +251,12 @@ class BoundedModule(LirpaModule):
         return self._domain
 
     def propagate(
-        self, x: Sequence[Any], memory: float | None = None, reduce: bool = True, backward: bool = False
+        self,
+        x: Sequence[Any],
+        memory: float | None = None,
+        reduce: bool = True,
+        backward: bool = False,
+        refine: bool = False,
     ) -> Any:
         """One forward pass in affine forms with error sets: every tensor's form, error sets and ranges.
 
@@ -259,7 +264,7 @@ class BoundedModule(LirpaModule):
             x: one `BoundedTensor` (batch, *input). Limits that an l1 or l2 ball is cut by are read from an
                 attribute `limits` of its perturbation, (lower, upper), (batch, *input) each.
             memory: bytes that the whole process should stay within, or None; see `Domain.run`.
-            reduce, backward: see `Domain.run`.
+            reduce, backward, refine: see `Domain.run`.
 
         Returns:
             `attn_bounds.domain.propagate.Propagation`.
@@ -283,7 +288,7 @@ class BoundedModule(LirpaModule):
                 lower, upper = (t.to(value) - value for t in given)
                 limits = lower.clamp(max=0.0), upper.clamp(min=0.0)
         with torch.no_grad():
-            return self.domain().run(value, norm, radius, memory, limits, reduce, backward)
+            return self.domain().run(value, norm, radius, memory, limits, reduce, backward, refine)
 
     def passes(self, x: Sequence[Any], memory: float | None = None, backward: bool = False) -> list[Any]:
         """The passes whose best bound is that of method `sensitivity`, functional by functional.
@@ -317,10 +322,12 @@ class BoundedModule(LirpaModule):
         if C is None:
             C = torch.eye(centre[0].numel(), dtype=centre.dtype)
         rows = C.to(centre).expand(len(centre), *C.shape[-2:])
-        efforts = (QUICK, THOROUGH) if method == "sensitivity-alpha" else (QUICK,)
+        tries = [(p, QUICK) for p in passes]
+        if method == "sensitivity-alpha":
+            tries += [(p, THOROUGH) for p in (*passes, self.propagate(x, memory, refine=True))]
 
         def lower(a: Tensor) -> Tensor:
-            found = [(p, *p.lower(a, effort)) for p in passes for effort in efforts]
+            found = [(p, *p.lower(a, effort)) for p, effort in tries]
             for p, low, shares in found[:1]:
                 self.folded = Folded.of(p.groups.folded, shares, low)
             return functools.reduce(torch.fmax, [low for _, low, _ in found])

@@ -187,6 +187,7 @@ class Domain:
         limits: tuple[Tensor, Tensor] | None = None,
         reduce: bool = True,
         backward: bool = False,
+        refine: bool = False,
     ) -> Propagation:
         """Propagate a batch of balls or boxes. Entries that cannot move get no symbol.
 
@@ -197,6 +198,7 @@ class Domain:
             limits: smallest and largest move of each entry, (batch, *input), which cut an l1 or l2 ball.
             reduce: shrink an l2 ball to the rank of the first linear layer, and forget limits but those of
                 entries that cannot move; else keep the limits.
+            refine: bound unstable neurons over all earlier nodes at once.
             backward: also find what a backward pass needs: bounds of everything around an attention.
             memory: bytes for the whole process. Where they do not suffice, errors of later layers get no
                 symbols, which is sound and looser (`Groups.folded`).
@@ -207,7 +209,8 @@ class Domain:
         """
         dtype = centre.dtype
         # rounding of generators that are sums of products of up to a few thousand terms
-        groups = Groups(growth=1.0 + 64 * torch.finfo(dtype).eps, backward=backward)
+        growth = 1.0 + 64 * torch.finfo(dtype).eps
+        groups = Groups(growth, backward=backward, refine=QUICK if refine else None)
         if self._gap:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
         if memory is not None:

@@ -15,7 +15,7 @@ from ..norms import spectral_norm_upper
 from ..sensitivity.remainder import RowData, bilinear_range_of_ball, chi, psi, weighted_deviation
 from ..sensitivity.softmax import probability_box
 from .forms import AffineForm, Groups, Rest
-from .joint import AttentionStep, ReluStep
+from .joint import AttentionStep, ReluStep, joint_losses
 from .sets import AttentionRemainder, Ball, BoxInBall
 
 EXACT_WORK = 2**31  # eigenvalue problems of an attention's scores: beyond, (pairs · dk³), by Frobenius norms
@@ -45,6 +45,8 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     """
     ranges = groups.ranges(x.generators, x.rest)
     low_d, high_d = groups.total(ranges, x.centre)
+    if groups.refine is not None:
+        low_d, high_d = _refined(x, low_d, high_d, groups)
     low, high = x.centre + low_d, x.centre + high_d
     at = x.centre.clamp(min=0.0)
     # a range that is not finite must not pass for a stable neuron: NaN then reaches the final bound
@@ -96,6 +98,23 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
     start = groups.add(errors)
     generators = _append_identity(output.generators, start, index, live)
     return AffineForm(at, generators, output.rest), (low, high)
+
+
+def _refined(x: AffineForm, low: Tensor, high: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Bounds of the moves of neurons, those that may be unstable bounded over all earlier nodes at once."""
+    unstable = (x.centre + low < 0) & (x.centre + high > 0)
+    index = unstable.flatten(1).any(0).nonzero().squeeze(1)
+    if len(index) == 0 or len(groups.sets) == 1 or x.rest is not None:
+        return low, high
+    assert groups.refine is not None
+    w = x.generators.flatten(2)[:, :, index].mT
+    own_low, own_high = low.flatten(1).clone(), high.flatten(1).clone()
+    alone = torch.cat([-own_low[:, index], own_high[:, index]], 1)
+    losses = joint_losses(groups, torch.cat([w, -w], 1), alone, groups.refine)
+    found = torch.stack(losses).sum(0)
+    found = torch.where(found < alone, found, alone).to(low)
+    own_low[:, index], own_high[:, index] = -found[:, : len(index)], found[:, len(index) :]
+    return own_low.reshape(low.shape), own_high.reshape(high.shape)
 
 
 def _scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups) -> tuple[Tensor, Tensor]:
