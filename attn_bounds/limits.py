@@ -26,7 +26,7 @@ from .jobs import Item, Jobs
 from .memory import parse_memory
 from .properties import Property, Specification
 from .results import Certificate, Radius, versions
-from .verifier import AUTO, Verifier, check_method
+from .verifier import Verifier, auto_stages, check_method
 
 LOAD_SECONDS = 600.0  # for building the model, and again for the graph of a method
 POLL = 0.02  # seconds between two looks at the clock and the child's memory
@@ -195,7 +195,8 @@ class LimitedVerifier:
             return result
         if result.options:  # the child had got so far as to report
             ran = [t["method"] for t in result.tried]
-            stages = ["attack", *(AUTO if method == "auto" else (method,))][not job.get("attack", True) :]
+            planned = auto_stages(blank.norm) if method == "auto" else (method,)
+            stages = ["attack", *planned][not job.get("attack", True) :]
             why += next((f" during {s}" for s in stages if s not in ran), "")
         return replace(result, reason=why)
 

@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 OWN_METHODS = ("ibp", "sensitivity", "sensitivity-crown", "sensitivity-alpha", "crown", "alpha-crown")
 STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
 METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
-AUTO = ("ibp", "sensitivity", "crown", "sensitivity-alpha", "alpha-crown")  # cheap to tight
+AUTO = ("ibp", "sensitivity", "crown", "sensitivity-alpha", "alpha-crown")  # cheap to tight, for boxes
+AUTO_BALLS = ("ibp", "sensitivity", "sensitivity-alpha", "crown", "alpha-crown")  # where ours is far ahead
 _LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our BoundedModule
 
 # Units in the last place, relative to the outputs' size, that a bound loses to our own rounding: the longest
 # chain of float32 sums in a bound is a few thousand terms, whose errors add up like their root.
 SLACK_ULPS = 256.0
+
+
+def auto_stages(norm: float) -> tuple[str, ...]:
+    """What `auto` runs until decided."""
+    return AUTO if norm == math.inf else AUTO_BALLS
 
 
 def check_method(method: str) -> str:
@@ -367,12 +373,12 @@ class Verifier:
 
     # -- certificates -----------------------------------------------------------------------------------
 
-    def stages(self, method: str) -> tuple[str, ...]:
+    def stages(self, method: str, norm: float = math.inf) -> tuple[str, ...]:
         """The methods that run for `method`, in order."""
         if check_method(method) != "auto":
             return (method,)
         gap = self.graph(stock=False).domain().gap()
-        return tuple(m for m in AUTO if not (gap and m.startswith("sensitivity")))
+        return tuple(m for m in auto_stages(norm) if not (gap and m.startswith("sensitivity")))
 
     def describe(self, method: str) -> dict[str, Any]:
         """Options that decide what a method computes, for the record."""
@@ -438,7 +444,7 @@ class Verifier:
         report: Callable[[int, Certificate], None] | None = None,
     ) -> list[Certificate]:
         """`certify_set` for several inputs of one norm; bounds are computed in one pass per method."""
-        stages = self.stages(method)
+        stages = self.stages(method, inputs[0].norm if inputs else math.inf)
         options = {
             **self.describe(method),
             "attack": attack,
@@ -618,7 +624,7 @@ class Verifier:
             upper: largest radius tried; default the size of the input (norm of the centre, at least 1).
             report: called with the result so far, at the start, after the attack and after every evaluation.
         """
-        stages = self.stages(method)
+        stages = self.stages(method, norm)
         start = time.perf_counter()
         center = self.ball(x, norm, 0.0, clip).center
         if upper is None:

@@ -25,7 +25,7 @@ from attn_bounds import (
     certify,
     pgd,
 )
-from attn_bounds.verifier import AUTO, OWN_METHODS
+from attn_bounds.verifier import AUTO_BALLS, OWN_METHODS
 
 from .small_models import DIGITS, digits, linear_model, relu_model, weights
 
@@ -106,7 +106,7 @@ def test_auto_is_as_good_as_its_stages_and_stops_when_one_suffices(vit: Verifier
     hard = vit.certify_set(ball, spec, method="auto", attack=False)
     margins = [t["margin"] for t in hard.tried]
     assert hard.margin is not None and hard.margin >= max(margins) - 1e-9
-    assert [t["method"] for t in hard.tried] == list(AUTO)
+    assert [t["method"] for t in hard.tried] == list(AUTO_BALLS)
 
 
 def test_batch_equals_loop(vit: Verifier) -> None:
