@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .forms import NO_SYMBOLS, AffineForm, Groups, Rest
-from .rules import _append_identity
+from .rules import append_identity
 from .sets import BoxInBall
 
 
@@ -45,7 +45,7 @@ def with_errors(
     )
     start = groups.add(BoxInBall(label, low, high, (ball * groups.growth).to(dtype)))
     size = live[:, index].to(dtype)
-    return AffineForm(form.centre, _append_identity(form.generators, start, index, size), form.rest)
+    return AffineForm(form.centre, append_identity(form.generators, start, index, size), form.rest)
 
 
 def with_symbols(x: AffineForm, groups: Groups) -> AffineForm:
@@ -54,4 +54,4 @@ def with_symbols(x: AffineForm, groups: Groups) -> AffineForm:
         return x
     box, norm = x.rest.box.flatten(1), torch.linalg.vector_norm(x.rest.norm.flatten(1), dim=1)
     start = groups.add(BoxInBall(NO_SYMBOLS, -box, box, norm * groups.growth))
-    return AffineForm(x.centre, _append_identity(x.generators, start, torch.arange(box.shape[1])))
+    return AffineForm(x.centre, append_identity(x.generators, start, torch.arange(box.shape[1])))

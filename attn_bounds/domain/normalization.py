@@ -15,8 +15,9 @@ from ..sensitivity.normalization import (
     scalars,
     scale,
 )
+from .attention import gram_factor
 from .forms import AffineForm, Groups, Rest
-from .rules import _append_identity, _factor
+from .rules import append_identity
 from .sets import ErrorSet, Range
 
 
@@ -111,7 +112,7 @@ def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bo
             rows = w.reshape(w.shape[0], -1, *z.shape[1:]).double()
             ball = groups.growth * error_set.radius.double().reshape(-1, 1, 1, 1)
             gram = torch.einsum("bktd,bkte->btde", rows, rows) * ball.square()
-            factor = _factor(gram)
+            factor = gram_factor(gram)
             best = torch.minimum(best, gram_norm_upper(gram).sqrt())
         rho = rho + best
         moves.append((support, factor))
@@ -137,5 +138,5 @@ def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bo
         return AffineForm(output, own, rest).linear(lambda t: t.reshape(len(t), *shape[1:]))
     start = groups.add(NormalizationRemainder(label, z, s, values, moves, reach, flat, center))
     index = torch.arange(output[0].numel())
-    form = AffineForm(output, _append_identity(own, start, index))
+    form = AffineForm(output, append_identity(own, start, index))
     return form.linear(lambda t: t.reshape(len(t), *shape[1:]))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .activations import RECIPROCAL, activation
+from .attention import scores_remainder
 from .boxes import with_errors
 from .forms import AffineForm, Groups
-from .rules import _scores_remainder
 from .sets import Ball
 
 EXACT_SIZE = 2**26  # numbers in the Gram matrices of one matrix product; beyond, supports alone
@@ -157,7 +157,7 @@ def matmul(x: AffineForm, y: AffineForm, groups: Groups, label: str) -> AffineFo
     if count <= EXACT_SIZE:
         rows = x.linear(lambda t: t.reshape(len(t), -1, n, k))
         columns = y.linear(lambda t: t.reshape(len(t), -1, k, m).mT)
-        own_low, own_high = (t.reshape(low.shape) for t in _scores_remainder(rows, columns, 1.0, groups))
+        own_low, own_high = (t.reshape(low.shape) for t in scores_remainder(rows, columns, 1.0, groups))
         low, high = torch.maximum(low, own_low), torch.minimum(high, own_high)
 
     def whole(form: AffineForm, supports: list[Tensor]) -> Tensor:

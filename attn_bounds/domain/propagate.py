@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,53 +13,18 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from . import nodes as rules_of
+from .attention import Local, attention
 from .boxes import with_symbols
-from .forms import NO_SYMBOLS, AffineForm, Groups, Rest
+from .forms import NO_SYMBOLS, AffineForm, Groups
+from .inputs import Input
 from .joint import QUICK, Effort, joint_losses
+from .linear import LINEAR, image, maps
 from .nodes import AVERAGE, is_unit, reads
 from .nodes import kind as _kind
 from .nodes import value as _value
-from .rules import Local, attention, relu
-from .sets import Ball, ClippedBall
+from .rules import relu
+from .sets import Ball
 
-# Affine in their one perturbed input: the node's own forward maps the centre and all generators at once.
-LINEAR = {
-    "BoundAdd",
-    "BoundConcat",
-    "BoundConv",
-    "BoundFlatten",
-    "BoundGather",
-    "BoundInputBox",
-    "BoundLinear",
-    "BoundMatMul",
-    "BoundMul",
-    "BoundNeg",
-    "BoundReduceMean",
-    "BoundReduceSum",
-    "BoundReshape",
-    "BoundSlice",
-    "BoundSplit",
-    "BoundSqueeze",
-    "BoundSub",
-    "BoundTranspose",
-    "BoundUnsqueeze",
-    "RepairedMatMul",
-}
-
-
-# Only move, copy or drop entries; concatenation with constants does as far as errors go.
-MOVES = {
-    "BoundConcat",
-    "BoundFlatten",
-    "BoundGather",
-    "BoundInputBox",
-    "BoundReshape",
-    "BoundSlice",
-    "BoundSplit",
-    "BoundSqueeze",
-    "BoundTranspose",
-    "BoundUnsqueeze",
-}
 OVERHEAD = 6e8  # bytes that Python and the libraries take
 COPIES = 3  # of the generators of the largest tensor that a rule holds at once
 
@@ -215,7 +179,7 @@ class Domain:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
         if memory is not None:
             groups.limit, groups.spare = self._symbols(memory, len(centre), dtype)
-        box = _Input(centre, norm, radius, limits, reduce)
+        box = Input(centre, norm, radius, limits, reduce)
         # a shape reads nothing of a form, and is computed already
         uses = Counter(i.name for n in self.nodes if n.name in self.moving for i in self._reads(n))
         forms: dict[str, AffineForm] = {}
@@ -274,7 +238,7 @@ class Domain:
                 f"input (batch {batch}); the memory limit leaves room for {groups.limit}"
             )
 
-    def _input(self, given: _Input, groups: Groups) -> AffineForm:
+    def _input(self, given: Input, groups: Groups) -> AffineForm:
         """The input itself: one symbol per entry that can move."""
         centre, size = given.centre, given.centre[0].numel()
         self._fits(groups, given.symbols, len(centre), centre.dtype)
@@ -282,10 +246,10 @@ class Domain:
         groups.add(given.error_set())
         return AffineForm(centre, eye * given.sizes(centre.ndim))
 
-    def _start(self, node: Any, given: _Input, groups: Groups) -> AffineForm:
+    def _start(self, node: Any, given: Input, groups: Groups) -> AffineForm:
         """The first node, linear or the input box: an l2 ball shrinks to the layer's rank at no loss."""
         centre, size = given.centre, given.centre[0].numel()
-        f, homogeneous = _maps(node, node.inputs.index(self.entry))
+        f, homogeneous = maps(node, node.inputs.index(self.entry))
         if node.name not in self._first:
             matrix = homogeneous(torch.eye(size, dtype=centre.dtype).reshape(size, *centre.shape[1:]))
             self._first[node.name] = matrix
@@ -329,7 +293,7 @@ class Domain:
         with torch.no_grad():
             shape = example.shape[1:]
             eye = torch.eye(shape.numel(), dtype=example.dtype).reshape(-1, *shape)
-            w = _maps(first[0], first[0].inputs.index(self.entry))[1](eye).flatten(1)
+            w = maps(first[0], first[0].inputs.index(self.entry))[1](eye).flatten(1)
         u, s, _ = torch.linalg.svd(w.double(), full_matrices=True)
         rank = int((s > 1e-12 * s[0]).sum()) if len(s) else 0
         return u[:, rank:].T.reshape(-1, *shape)
@@ -337,8 +301,8 @@ class Domain:
     def _linear(self, node: Any, forms: dict[str, AffineForm]) -> AffineForm:
         position = next(p for p, i in enumerate(node.inputs) if i.name in forms)
         form = forms[node.inputs[position].name]
-        f, homogeneous = _maps(node, position)
-        return form.linear(f, homogeneous, lambda rest: _image(rest, node, position, homogeneous))
+        f, homogeneous = maps(node, position)
+        return form.linear(f, homogeneous, lambda rest: image(rest, node, position, homogeneous))
 
     def _attention(
         self,
@@ -394,117 +358,10 @@ def _outward(low: Tensor, high: Tensor, dtype: torch.dtype, shape: tuple[int, ..
     return low.to(dtype).reshape(-1, *shape), high.to(dtype).reshape(-1, *shape)
 
 
-class _Input:
-    """An input set: which entries move, and how far.
-
-    Attributes:
-        alive: positions in the flattened input that move in some sample.
-        shrinks: whether it is a whole l2 ball in those, the same for all samples.
-    """
-
-    def __init__(
-        self,
-        centre: Tensor,
-        norm: float,
-        radius: Tensor,
-        limits: tuple[Tensor, Tensor] | None,
-        reduce: bool,
-    ) -> None:
-        self.centre, self.norm, self.radius = centre, norm, radius
-        if norm == math.inf:
-            moves = radius.expand(centre.shape).flatten(1) != 0
-        elif limits is not None:
-            low, high = (t.flatten(1) for t in limits)
-            moves = (low != 0) | (high != 0)
-        else:
-            moves = torch.ones_like(centre.flatten(1), dtype=torch.bool)
-        self.alive = moves.any(0).nonzero().squeeze(1)
-        if len(self.alive) == 0:  # a set of one point has one symbol, of size 0
-            self.alive = torch.zeros(1, dtype=torch.int64)
-        self.moves = moves[:, self.alive]
-        self.shrinks = norm == 2.0 and reduce and bool(self.moves.all())
-        self.limits = None
-        if limits is not None and norm != math.inf and not reduce:
-            unit = radius.reshape(-1, 1).clamp(min=torch.finfo(centre.dtype).tiny)
-            grow = 1.0 + 4 * torch.finfo(centre.dtype).eps
-            self.limits = tuple((t.flatten(1)[:, self.alive] / unit * grow) for t in limits)
-
-    @property
-    def symbols(self) -> int:
-        return len(self.alive)
-
-    def error_set(self) -> Ball:
-        if self.limits is not None:
-            return ClippedBall("input", self.norm, self.limits[0], self.limits[1])
-        return Ball("input", self.symbols, self.norm, len(self.centre), self.centre)
-
-    def sizes(self, ndim: int) -> Tensor:
-        """Factor per sample and symbol on generators of rank ndim + 1."""
-        if self.norm == math.inf:
-            size = self.radius.expand(self.centre.shape).flatten(1)[:, self.alive]
-        else:
-            size = self.radius.reshape(-1, 1) * self.moves
-        return size.reshape(len(size), -1, *[1] * (ndim - 1))
-
-
 def _as_heads(form: AffineForm) -> AffineForm:
     """(batch, …, n, d) → (batch, heads, n, d), with one head where there is no such dimension."""
     n, d = form.centre.shape[-2:]
     return form.linear(lambda t: t.reshape(len(t), -1, n, d))
-
-
-def _maps(node: Any, position: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """A linear node as a map of its input at this position, with and without the constant that it adds."""
-    kind = _kind(node)
-    values = [None if p == position else _value(i) for p, i in enumerate(node.inputs)]
-    # inputs that are added to the result, not multiplied with the data
-    added = {"BoundLinear": [2], "BoundConv": [2], "BoundAdd": [0, 1], "BoundSub": [0, 1]}.get(kind, [])
-    if kind == "BoundConcat":
-        added = list(range(len(values)))
-    zeros = [torch.zeros_like(v) if p in added and isinstance(v, Tensor) else v for p, v in enumerate(values)]
-
-    def apply(x: Tensor, others: list[Any]) -> Any:
-        if kind == "BoundReshape":  # its shape may hold the batch size of the example
-            return x.reshape(len(x), *node.output_shape[1:])
-        if kind == "BoundConcat":  # nothing broadcasts there
-            others = [v if v is None else v.expand(len(x), *v.shape[1:]) for v in others]
-        return node.forward(*[x if p == position else v for p, v in enumerate(others)])
-
-    def f(x: Tensor) -> Any:
-        return apply(x, values)
-
-    def homogeneous(x: Tensor) -> Any:
-        return apply(x, zeros)
-
-    return f, homogeneous
-
-
-def _image(rest: Rest, node: Any, position: int, homogeneous: Callable[[Tensor], Tensor]) -> Rest:
-    """What a linear node makes of errors without symbols."""
-    kind = _kind(node)
-    if kind in MOVES:
-        return rest.moved(homogeneous)
-    if kind in ("BoundAdd", "BoundSub", "BoundNeg"):
-        return rest
-    others = [_value(i) for p, i in enumerate(node.inputs) if p != position]
-    if kind == "BoundMul":
-        return rest.scaled(others[0])
-    rank, d = rest.box.ndim, rest.box.shape[-1]
-    right = kind == "BoundLinear" or (kind in ("BoundMatMul", "RepairedMatMul") and position == 0)
-    if right and others[0].ndim == 2:
-        weight = homogeneous(torch.eye(d, dtype=rest.box.dtype).reshape(d, *[1] * (rank - 2), d))
-        return rest.through(weight.reshape(d, -1))
-    if kind in ("BoundReduceMean", "BoundReduceSum"):
-        whole = homogeneous(rest.box)
-        kept = whole.shape[-1] == d and whole.ndim > 1
-        last = {int(a) % rank for a in (node.axis if isinstance(node.axis, (list, tuple)) else [node.axis])}
-        return rest.summed(homogeneous) if kept and rank - 1 not in last else Rest.boxed(whole)
-    values = [_value(i) for i in node.inputs]
-    sizes = [v.abs() if isinstance(v, Tensor) else v for v in values]
-    if kind == "BoundConv" and len(sizes) > 2:
-        sizes[2] = torch.zeros_like(sizes[2])
-    sizes[position] = rest.box
-    return Rest.boxed(node.forward(*sizes))
 
 
 def _topological(graph: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from ..sensitivity.remainder import (
 )
 
 if TYPE_CHECKING:
-    from .joint import Step
+    from .steps import Step
 
 Range = tuple[Tensor, Tensor]
 MANY = 2**27  # functionals × score entries beyond which an attention's remainder is bounded more simply
@@ -37,7 +37,7 @@ class ErrorSet(ABC):
         label: where it comes from, for reports.
         size: number of symbols k.
         radius: (batch,) radius of an l2 ball around 0 that contains it, or None where none is known.
-        step: how final functionals take it apart (joint.py), or None: by its support function only.
+        step: how final functionals take it apart (steps.py), or None: by its support function only.
     """
 
     label: str

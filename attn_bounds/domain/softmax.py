@@ -8,7 +8,7 @@ from torch import Tensor
 from ..sensitivity.remainder import RowData, chi, curvature_bound, psi, slope_bound, weighted_deviation
 from ..sensitivity.softmax import probability_box
 from .forms import AffineForm, Groups, Rest
-from .rules import _append_identity
+from .rules import append_identity
 from .sets import AttentionRemainder, BoxInBall, ErrorSet, Range
 
 
@@ -134,6 +134,6 @@ def softmax(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tupl
     values = eye.expand(*p.shape[:2], m, m)
     start = groups.add(SoftmaxRemainder(label, box, AttentionRemainder(label, values, p, rows, [])))
     index = torch.arange(p[0].numel())
-    output = AffineForm(p.to(dtype), _append_identity(weighted, start, index))
+    output = AffineForm(p.to(dtype), append_identity(weighted, start, index))
     output = output.linear(lambda t: t.reshape(len(t), *shape[1:]))
     return output, (p_low.reshape(shape).to(dtype), p_high.reshape(shape).to(dtype))

@@ -31,11 +31,12 @@ class Everything(nn.Module):
         self.register_buffer("mix", tensor(903, 4, 4, scale=0.5))
         self.register_buffer("head", tensor(904, 4, 3))
         self.register_buffer("gain", tensor(905, 4))
-        self.register_buffer("kernel", tensor(906, 6, 6, 1, scale=0.5))
+        self.register_buffer("kernel", tensor(906, 6, 6, 1, 1, scale=0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(torch.matmul(x, self.up))  # (b, 3, 6)
-        h = nn.functional.conv1d(h.transpose(1, 2), self.kernel).transpose(1, 2)
+        h = nn.functional.conv2d(h.transpose(1, 2).reshape(-1, 6, 3, 1), self.kernel)
+        h = h.reshape(-1, 6, 3).transpose(1, 2)
         h = torch.matmul(torch.tanh(h), self.up.T)
         h = torch.cat([self.token.expand(len(x), 1, 4), h], 1)
         h = torch.matmul(self.mix, h) * self.gain - x.mean(1, keepdim=True)
@@ -71,7 +72,7 @@ class TestNoRoom(BoundContract):
 
         monkeypatch.setattr(Domain, "_symbols", few)
         monkeypatch.setattr(Domain, "run", lambda self, *args: run(self, *args[:3], 1e9))
-        monkeypatch.setattr("attn_bounds.domain.rules.BLOCK", 1)  # one query row at a time
+        monkeypatch.setattr("attn_bounds.domain.attention.BLOCK", 1)  # one query row at a time
 
     @staticmethod
     def cases() -> list[Case]:

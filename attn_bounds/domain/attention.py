@@ -1,0 +1,373 @@
+"""Rule of an attention unit: exactly to first order, with the second-order remainder as an error set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norms import spectral_norm_upper
+from ..sensitivity.remainder import RowData, bilinear_range_of_ball, chi, psi, weighted_deviation
+from ..sensitivity.softmax import probability_box
+from .forms import AffineForm, Groups, Rest
+from .rules import append_identity
+from .sets import AttentionRemainder, Ball
+from .steps import AttentionStep
+
+EXACT_WORK = 2**31  # eigenvalue problems of an attention's scores: beyond, (pairs · dk³), by Frobenius norms
+BLOCK = 2**26  # entries of the generators of scores that are held at once
+
+
+def scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Range of `scale · dq · dk`, (batch, heads, n, m).
+
+    Both moves driven by group 0, an l2 ball: exactly. All other pairs: the sum over the features of products
+    of supports, or the norm of the product of two ellipsoids, whichever is smaller. Where there are very many
+    pairs, Frobenius norms stand in for spectral ones.
+    """
+    first = groups.sets[0]
+    q_supports = [s.double() for s in groups.supports(q.generators, q.rest)]
+    k_supports = [s.double() for s in groups.supports(k.generators, k.rest)]
+    zero_q, zero_k = q_supports[0], k_supports[0]
+    rest_q, rest_k = (sum(s[1:], torch.zeros_like(s[0])) for s in (q_supports, k_supports))
+    size = abs(scale)
+    q_grams, k_grams = _ellipsoids(q, q_supports, groups), _ellipsoids(k, k_supports, groups)
+    batch, heads, n, dk = q.centre.shape
+    exact = batch * heads * n * k.centre.shape[2] * dk**3 <= EXACT_WORK
+
+    def pair(x: int, y: int, least: float) -> Tensor:
+        """Σ_i |dq_i| |dk_i| for the first group (0) or the others (1), small ones as they are."""
+        by_entries = (zero_q, rest_q)[x] @ (zero_k, rest_k)[y].mT
+        if float(by_entries.amax()) <= least:
+            return by_entries
+        if not exact:  # Σ_de (Γ_q)_de (Γ_k)_de is the square of the product's Frobenius norm
+            square = q_grams[x].flatten(3) @ k_grams[y].flatten(3).mT
+            return torch.minimum(by_entries, (square.clamp(min=0.0) * (1.0 + 1e-9)).sqrt())
+        product = gram_factor(q_grams[x]).mT.unsqueeze(3) @ gram_factor(k_grams[y]).unsqueeze(2)
+        return torch.minimum(by_entries, spectral_norm_upper(product))
+
+    if exact and isinstance(first, Ball) and first.norm == 2.0:
+        gq = groups.parts(q.generators)[0][1].reshape(q.centre.shape[0], -1, *q.centre.shape[1:]).double()
+        gk = groups.parts(k.generators)[0][1].reshape(k.centre.shape[0], -1, *k.centre.shape[1:]).double()
+        cross = torch.einsum("bzhnd,bzhme->bhnmde", gq, gk)
+        shape = cross.shape
+        gram_q, gram_k = q_grams[0].unsqueeze(3).expand(shape), k_grams[0].unsqueeze(2).expand(shape)
+        # the Gram matrices hold the growth for rounding already
+        low, high = bilinear_range_of_ball(gram_q, gram_k, cross * groups.growth**2)
+        low, high = (scale * low, scale * high) if scale >= 0 else (scale * high, scale * low)
+    else:
+        high = size * pair(0, 0, 0.0)
+        low = -high
+    # what is small beside the first group's own part is not worth eigenvalues
+    least = 0.02 * float((high - low).amax()) / max(size, 1e-30)
+    entry = pair(0, 1, least) + pair(1, 0, least) + pair(1, 1, least)
+    # the generators of q and k are rounded relative to themselves, and may cancel in those of the scores
+    q_moves, k_moves = torch.stack(q_supports).sum(0), torch.stack(k_supports).sum(0)
+    cancelled = q.centre.double().abs() @ k_moves.mT + q_moves @ k.centre.double().abs().mT
+    entry = entry + (groups.growth - 1.0) * cancelled
+    return low - size * entry, high + size * entry
+
+
+def _ellipsoids(x: AffineForm, supports: list[Tensor], groups: Groups) -> list[Tensor]:
+    """Ellipsoids `{y : yᵀΓ⁻¹y ≤ 1}` around what each token moves by group 0 and by all the others: their Γ.
+
+    A ball's image has Γ = ρ² G Gᵀ; a box with half widths s lies in the one with Γ = diag(s_i Σ_j s_j); a sum
+    of sets with Γ_g lies in the one with `Γ = Σ_g Γ_g / t_g`, Σ t_g = 1, here t_g ∝ √trace Γ_g.
+
+    Shape: x (batch, heads, n, d) → two of (batch, heads, n, d, d), float64.
+    """
+    grams: list[Tensor] = []
+    for (s, w), support in zip(groups.parts(x.generators), supports, strict=False):
+        box = torch.diag_embed(support * support.sum(-1, keepdim=True))
+        if s.radius is not None:
+            rows = w.reshape(w.shape[0], -1, *x.centre.shape[1:]).double()
+            gram = torch.einsum("bzhnd,bzhne->bhnde", rows, rows)
+            gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
+            smaller = _trace(gram) <= 1.01 * _trace(box)  # one feature: the same up to rounding
+            box = torch.where(smaller[..., None, None], gram, box)
+        grams.append(box)
+    if x.rest is not None:
+        d = x.centre.shape[-1]
+        ball = (groups.growth * x.rest.norm.double()).square()[..., None, None] * torch.eye(
+            d, dtype=torch.float64
+        )
+        box = torch.diag_embed(supports[-1] * supports[-1].sum(-1, keepdim=True))
+        grams.append(torch.where((_trace(ball) <= _trace(box))[..., None, None], ball, box))
+    rest = torch.zeros_like(grams[0])
+    sizes = [_trace(g).sqrt() for g in grams[1:]]
+    total = sum(sizes, torch.zeros_like(_trace(rest)))
+    for gram, size in zip(grams[1:], sizes, strict=True):
+        part = torch.where(size > 0, total / size.clamp(min=1e-300), torch.zeros_like(size))
+        rest = rest + gram * part[..., None, None]
+    return [grams[0], rest]
+
+
+def _trace(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def gram_factor(gram: Tensor) -> Tensor:
+    """L with L Lᵀ ≥ gram for positive semidefinite matrices, (…, d, d): no cancellation in ‖aL‖."""
+    finite = torch.isfinite(gram).all(-1).all(-1)[..., None, None]
+    values, vectors = torch.linalg.eigh(torch.where(finite, gram, torch.zeros_like(gram)))
+    error = 16 * gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:].clamp(min=0.0)
+    factor = vectors * (values.clamp(min=0.0) + error).sqrt().unsqueeze(-2)
+    return torch.where(finite, factor, torch.inf)
+
+
+class _Rows(NamedTuple):
+    """A block of query rows of an attention, (batch, …, n, …) each; see `attention`."""
+
+    average: Tensor  # (batch, heads, n, dv), float64
+    own: Tensor  # (batch, K, heads, n, dv), generators of the linear part
+    first: Tensor | None  # (batch, K0, heads, n, m), scores of group 0
+    rows: RowData
+    other_sd: Tensor
+    other_sd_psi: Tensor
+    other_r: Tensor
+    low: Tensor  # probabilities
+    high: Tensor
+    scores: tuple[Tensor, Tensor, Tensor] | None  # centre, lower and upper bound, float64
+    bilinear: tuple[Tensor, Tensor]  # range of scale · dq · dk
+    spread: Tensor  # (batch, heads, n) √(Σ p ‖v − o‖²)
+    score_rest: Tensor  # (batch, heads, n, m) part of the scores without symbols
+    rest_box: Tensor  # (batch, heads, n, dv), of the linear part without symbols
+
+
+@dataclass
+class Local:
+    """What backward relaxations of an attention want to know of it, besides its Jacobian at the centre.
+
+    Attributes:
+        queries, keys, values: centres, (batch, heads, n, dk), (batch, heads, m, dk), (batch, heads, m, dv).
+        scores: (batch, heads, n, m) centre that the probabilities belong to, and bounds of the scores.
+        bilinear: range of `scale · dq · dk`, (batch, heads, n, m) each.
+        remainder: second-order remainder of the outputs around `scores[0]`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scores: tuple[Tensor, Tensor, Tensor]
+    bilinear: tuple[Tensor, Tensor]
+    remainder: AttentionRemainder
+
+
+def attention(
+    q: AffineForm, k: AffineForm, v: AffineForm, scale: float, mask: Tensor | None, groups: Groups, label: str
+) -> tuple[AffineForm, tuple[Tensor, Tensor], Local | None]:
+    """Attention exactly to first order, with the second-order remainder as a new error set.
+
+    Arguments:
+        q, k, v: (batch, heads, n, dk), (batch, heads, m, dk), (batch, heads, m, dv).
+        mask: additive constant or None.
+
+    Returns:
+        form of the output (batch, heads, n, dv); (lower, upper) probabilities, (batch, heads, n, m); and
+        under `groups.backward` what backward relaxations need.
+    """
+    dtype = q.centre.dtype
+    batch, heads, n, _ = q.centre.shape
+    m, dv = v.centre.shape[2:]
+    symbols = max(q.symbols, k.symbols, v.symbols)
+    keep = groups.keep(groups.sets[0].size * batch * heads * m * (n + dv))
+    step = max(1, min(n, BLOCK // (symbols * batch * heads * m)))
+    blocks = []
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        rest = None if q.rest is None else Rest(q.rest.box[:, :, part], q.rest.norm[:, :, part])
+        rows = AffineForm(q.centre[:, :, part], q.generators[:, :, :, part], rest)
+        own_mask = mask if mask is None or mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., part, :]
+        blocks.append(_rows(rows, k, v, scale, own_mask, groups, keep))
+
+    def whole(pieces: list[Tensor], axis: int = 2) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
+    average = whole([b.average for b in blocks])
+    row_data = RowData(*(whole(list(t)) for t in zip(*(b.rows for b in blocks), strict=True)))
+    own = whole([b.own for b in blocks], 3)
+    p = row_data.p
+
+    value_groups: list[tuple[Tensor, Tensor | None]] = []
+    v_supports = groups.supports(v.generators, v.rest)
+    for (s, w), support in zip(groups.parts(v.generators), v_supports, strict=False):
+        form = None
+        if s.radius is not None:
+            generators = w.reshape(w.shape[0], -1, *v.centre.shape[1:]).double()
+            gram = torch.einsum("bzhcd,bzhce->bhcde", generators, generators)
+            gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
+            form = gram_factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
+        value_groups.append((support.double(), form))
+    if v.rest is not None:
+        lengths = (p @ v.rest.norm.double().square().unsqueeze(-1)).sqrt() * groups.growth
+        value_groups.append((v_supports[-1].double(), lengths.unsqueeze(-1) * torch.eye(dv, dtype=p.dtype)))
+    remainder = AttentionRemainder(label, v.centre.double(), average, row_data, value_groups)
+    if keep:
+        first = groups.sets[0].size
+        remainder.step = AttentionStep(
+            remainder,
+            whole([b.first for b in blocks if b.first is not None], 3),
+            v.generators[:, :first].clone() if bool(v.generators.any()) else None,
+            whole([b.other_sd for b in blocks]),
+            whole([b.other_sd_psi for b in blocks]),
+            whole([b.other_r for b in blocks]),
+            groups.growth,
+        )
+    rests: list[Rest] = []
+    if q.rest is not None or k.rest is not None or v.rest is not None:
+        score_rest = whole([b.score_rest for b in blocks])
+        norm = (p * score_rest.square()).sum(-1).sqrt() * whole([b.spread for b in blocks])
+        if v.rest is not None:
+            norm = norm + (p @ v.rest.norm.double().unsqueeze(-1)).squeeze(-1)
+        rests.append(Rest(whole([b.rest_box for b in blocks]).to(dtype), norm.to(dtype)))
+    if groups.room(remainder.size) < remainder.size:
+        groups.folded.append((label, remainder.size))
+        box, norm = remainder.boxes()
+        rests.append(Rest(box.to(dtype) * groups.growth, norm.to(dtype) * groups.growth))
+        generators = own
+    else:
+        generators = append_identity(own, groups.add(remainder), torch.arange(remainder.size))
+    rest = rests[0] + rests[1] if len(rests) == 2 else rests[0] if rests else None
+    box_of_p = whole([b.low for b in blocks]), whole([b.high for b in blocks])
+    local = None
+    if groups.backward:
+        scores = [b.scores for b in blocks if b.scores is not None]
+        local = Local(
+            q.centre,
+            k.centre,
+            v.centre,
+            (whole([t[0] for t in scores]), whole([t[1] for t in scores]), whole([t[2] for t in scores])),
+            (whole([b.bilinear[0] for b in blocks]), whole([b.bilinear[1] for b in blocks])),
+            remainder,
+        )
+    return AffineForm(average.to(dtype), generators, rest), box_of_p, local
+
+
+def _rows(
+    q: AffineForm,
+    k: AffineForm,
+    v: AffineForm,
+    scale: float,
+    mask: Tensor | None,
+    groups: Groups,
+    keep: bool,
+) -> _Rows:
+    """What a block of query rows needs: the scores' generators are given up with it."""
+    dtype = q.centre.dtype
+    symbols = max(q.symbols, k.symbols)
+    # scores: linear part, and the bilinear remainder with its midpoint moved into the centre
+    # what all keys share moves no probability, and would only be rounded
+    keys = k.centre - k.centre.mean(-2, keepdim=True)
+    moves = k.padded(symbols)
+    moves = moves - moves.mean(-2, keepdim=True)
+    linear = scale * (q.padded(symbols) @ keys.unsqueeze(1).mT + q.centre.unsqueeze(1) @ moves.mT)
+    b_low, b_high = scores_remainder(q, k, scale, groups)
+    centre = scale * (q.centre.double() @ k.centre.double().mT) + (b_low + b_high) / 2
+    if mask is not None:
+        centre = centre + mask.double()
+    b = (b_high - b_low) / 2
+    p = torch.softmax(centre, -1)
+
+    def centred(t: Tensor) -> Tensor:
+        """Bound of |t_c − Σ_k p_k t_k| given one of |t_c|."""
+        return (t * (1.0 - 2.0 * p) + (p * t).sum(-1, keepdim=True)).clamp(min=0.0)
+
+    uncentred = linear
+    if groups.backward:  # what all keys share counts for the scores themselves
+        uncentred = linear + scale * (
+            q.padded(symbols) @ (k.centre - keys).unsqueeze(1).mT
+            + q.centre.unsqueeze(1) @ (k.padded(symbols) - moves).mT
+        )
+    # a constant per row does not change the softmax: centre D at its average
+    linear = linear - (linear * p.to(dtype).unsqueeze(1)).sum(-1, keepdim=True)
+    ranges = groups.ranges(linear)
+    score_rest = centred(_scores_rest(q, k, keys, scale, groups))
+    if q.rest is not None or k.rest is not None:
+        ranges.append((-score_rest, score_rest))
+    supports = [torch.maximum(-down, up).double() for down, up in ranges]
+    d_low, d_high = groups.total(ranges, linear[:, 0])
+    low, high = probability_box(centre + d_low.double() - b, centre + d_high.double() + b)
+    scores = None
+    if groups.backward:
+        whole_low, whole_high = groups.total(groups.ranges(uncentred), uncentred[:, 0])
+        extra = _scores_rest(q, k, k.centre, scale, groups)
+        scores = centre, centre + whole_low.double() - b - extra, centre + whole_high.double() + b + extra
+    grams = []
+    for s, w in groups.parts(linear):
+        if s.radius is None:
+            grams.append(w.new_zeros(0))
+            continue
+        rows = w.reshape(w.shape[0], -1, *linear.shape[2:])
+        gram = torch.einsum("bzhnc,bzhnd->bhncd", rows.double(), rows.double())
+        grams.append(gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square())
+    grams += [p.new_zeros(0)] * (len(supports) - len(grams))
+    # b is centred too
+    r = torch.stack(supports).sum(0) + centred(b)
+    # Var_p(b) ≤ Σ p b², and ≤ 2 Σ p (1 − p) b² since it is a sum over pairs
+    b_norm = ((p * b.square()).sum(-1)).minimum(2.0 * (p * (1.0 - p) * b.square()).sum(-1)).sqrt()
+    stacked = torch.stack(supports)
+    rest_r = r - supports[0]
+
+    def deviation(factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of `√(Σ p factor Δ'²)`: of all of Δ', and without the part of group 0."""
+        weight = torch.where(p > 0, p * factor, torch.zeros_like(p))
+        by_group = weighted_deviation(grams, stacked, weight)
+        rest = by_group[1:].sum(0) + factor.amax(-1).sqrt() * b_norm
+        rest = torch.minimum(rest, (weight * rest_r.square()).sum(-1).sqrt())
+        return torch.minimum(by_group[0] + rest, (weight * r.square()).sum(-1).sqrt()), rest
+
+    sd, other_sd = deviation(torch.ones_like(r))
+    psi_r = psi(r)
+    sd_psi, other_sd_psi = deviation(psi_r)
+    row_data = RowData(p, r, b, sd, sd_psi, deviation(chi(r).square())[0], p * psi_r * r.square())
+
+    # output: P dV + Cov_P(D, v)
+    v_c = v.centre.double()
+    average = p @ v_c
+    p_g, v_g = p.to(dtype).unsqueeze(1), v.centre.unsqueeze(1)
+    own = p_g @ v.padded(max(symbols, v.symbols))
+    weighted = linear * p_g
+    middle = v.centre.mean(-2, keepdim=True)
+    moved = weighted @ (v_g - middle.unsqueeze(1))
+    moved = moved - weighted.sum(-1, keepdim=True) * (average.to(dtype) - middle).unsqueeze(1)
+    own[:, : moved.shape[1]] += moved
+    first = linear[:, : groups.sets[0].size].clone() if keep else None
+
+    offsets = v_c.unsqueeze(2) - average.unsqueeze(3)  # (batch, heads, n, m, dv)
+    spread = (p * offsets.square().sum(-1)).sum(-1).sqrt()
+    rest_box = ((p * score_rest).unsqueeze(-2) @ offsets.abs()).squeeze(-2)
+    if v.rest is not None:
+        rest_box = rest_box + p @ v.rest.box.double()
+    return _Rows(
+        average,
+        own,
+        first,
+        row_data,
+        other_sd,
+        other_sd_psi,
+        rest_r,
+        low,
+        high,
+        scores,
+        (b_low, b_high),
+        spread,
+        score_rest,
+        rest_box,
+    )
+
+
+def _scores_rest(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, groups: Groups) -> Tensor:
+    """What errors without symbols move each score by, to first order: (batch, heads, n, m), float64."""
+    total = torch.zeros((*q.centre.shape[:3], k.centre.shape[2]), dtype=torch.float64)
+    for rest, other, turn in ((q.rest, keys, False), (k.rest, q.centre, True)):
+        if rest is None:
+            continue
+        by_box = rest.box.double() @ other.double().abs().mT
+        by_norm = rest.norm.double().unsqueeze(-1) * torch.linalg.vector_norm(
+            other.double(), dim=-1
+        ).unsqueeze(-2)
+        bound = torch.minimum(by_box, by_norm) * (abs(scale) * groups.growth)
+        total = total + (bound.mT if turn else bound)
+    return total
