@@ -145,6 +145,8 @@ class BoundedModule(LirpaModule):
             node = todo.pop()
             for name in node.output_name:
                 consumer = self._modules[name]
+                if type(consumer).__name__ == "BoundShape":
+                    continue  # reads no value
                 if isinstance(consumer, (BoundReshape, BoundTranspose)):
                     todo.append(consumer)
                     continue

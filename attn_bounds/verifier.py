@@ -204,7 +204,14 @@ class Verifier:
         generator = torch.Generator().manual_seed(1)
         x = torch.randn((2, *self.input_shape), generator=generator, dtype=self.dtype).to(self.device)
         with torch.no_grad(), lirpa.default_dtype(self.dtype):
-            expected, found = module(x), graph(x)
+            expected = module(x)
+            try:
+                found = graph(x)
+            except RuntimeError as e:
+                raise InputError(
+                    f"auto_LiRPA {lirpa.version()} cannot run the model at batch 2 ({e}); where the module "
+                    "reshapes, write -1 for the batch instead of x.shape[0]"
+                ) from None
         scale = max(1.0, float(expected.abs().max()))
         if found.shape == expected.shape:
             same = (found == expected) | (found.isnan() & expected.isnan())  # NaN weights are found out later

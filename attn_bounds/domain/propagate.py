@@ -188,7 +188,7 @@ class Domain:
         local: dict[str, Local] = {}
         self.graph(centre)  # shapes and values of constants
         entry = self.entry
-        readers = [n for n in self.nodes if any(i is entry for i in self._reads(n))]
+        readers = [n for n in self.nodes if n.name in self.moving and any(i is entry for i in self._reads(n))]
         # then its only reader starts the pass, and may shrink an l2 ball
         alone = uses[entry.name] == 1 and _kind(readers[0]) in LINEAR
         if not alone:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_bounds import InputError, InputSet, Verifier, pgd
+from attn_bounds import InputError, InputSet, Verifier, lirpa, pgd
 from attn_bounds.domain.sets import ClippedBall
 from attn_bounds.module import BoundedModule
 
@@ -112,3 +112,25 @@ def test_clipped_ball_support_against_ascent(norm: float) -> None:
         e = e / max(1.0, float(torch.linalg.vector_norm(e, norm)))
         best = float((w[:, :, f] * e).sum())
         assert best <= float(tight[1][0, f]) + 1e-9 <= float(loose[1][0, f]) + 2e-9
+
+
+def test_a_ball_shrinks_also_where_a_shape_is_read() -> None:
+    """`x.shape` in a torch module is one more reader of the input, but not of its values."""
+
+    class Shaped(Patches):
+        def forward(self, x: Tensor) -> Tensor:
+            batch, tokens, _ = x.shape
+            return self.block(torch.matmul(x, self.embed).reshape(batch, tokens, 4))
+
+    graph = BoundedModule(Shaped(), X)
+    verifier = Verifier(Shaped(), input_shape=(3, 6), dtype=torch.float64)
+    bounded, _ = verifier._bounded([InputSet.ball(X, 2.0, 0.1)])
+    assert graph.propagate((bounded,)).groups.sets[0].size == 12
+    if lirpa.is_old():  # the batch size is a constant of its graph
+        with pytest.raises(InputError, match="write -1 for the batch"):
+            verifier.graph(stock=False)
+        return
+    spec = verifier.specification(0)
+    both = verifier.row_bounds([InputSet.ball(X, 2.0, 0.1)] * 2, [spec, spec], "sensitivity")
+    alone = verifier.row_bounds([InputSet.ball(X, 2.0, 0.1)], [spec], "sensitivity")
+    assert torch.allclose(both, alone.expand(2, -1)), "whatever batch the example had"
