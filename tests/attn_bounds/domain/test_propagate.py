@@ -390,3 +390,18 @@ def test_fully_masked_query_is_refused() -> None:
     full = torch.full((3, 3), -1e9, dtype=torch.float64)
     with pytest.raises(InputError, match="every key"):
         BoundedModule(SelfAttention(4, 2, 680, mask=full), tensor(681, 1, 3, 4))
+
+
+class TestManyFunctionals(BoundContract):
+    """The simpler bounds that large models get."""
+
+    methods = ("sensitivity",)
+
+    @pytest.fixture(autouse=True)
+    def large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attn_bounds.domain.sets.MANY", 0)
+        monkeypatch.setattr("attn_bounds.domain.attention.EXACT_WORK", 0)
+
+    @staticmethod
+    def cases() -> list[Case]:
+        return TestSensitivity.cases()[1:6]
