@@ -259,10 +259,9 @@ class AttentionRemainder(ErrorSet):
     def _quick_range(self, w: Tensor) -> Range:
         """For very many functionals: by the bounds of single errors and of rows, whatever the signs."""
         if self._boxes is None:
-            grow = 1.0 + 8 * torch.finfo(w.dtype).eps
-            box, norm = (t * grow for t in self.boxes())
-            self._boxes = box.to(w.dtype), norm.to(w.dtype)
-        box, norm = self._boxes
+            self._boxes = self.boxes()
+        grow = 1.0 + 8 * torch.finfo(w.dtype).eps
+        box, norm = ((t * grow).to(w) for t in self._boxes)
         rows = w.reshape(len(w), -1, box.shape[-1], w.shape[2])  # (batch, heads · n, dv, F)
         by_box = (box.flatten(1, 2).unsqueeze(2) @ rows.abs()).squeeze(2)
         by_norm = norm.flatten(1).unsqueeze(2) * torch.linalg.vector_norm(rows, dim=2)
