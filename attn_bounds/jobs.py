@@ -76,11 +76,11 @@ class Jobs:
     def _sets(
         self,
         item: Item,
-        norm: float | None,
-        eps: float | None,
-        clip: Clip,
-        targets: list[int] | None,
-        top_k: int,
+        norm: float | None = None,
+        eps: float | None = None,
+        clip: Clip = None,
+        targets: list[int] | None = None,
+        top_k: int = 1,
     ) -> list[tuple[InputSet, Specification]]:
         if norm is None or eps is None:
             if item.prop is None:
@@ -151,18 +151,10 @@ class Jobs:
         sets = self._sets(item, norm, eps, clip, targets, top_k)
         return next((x for b, s in sets if (x := self.verifier.falsify(b, s, **job)) is not None), None)
 
-    def explain(
-        self,
-        item: Item,
-        *,
-        norm: float | None = None,
-        eps: float | None = None,
-        clip: Clip = None,
-        targets: list[int] | None = None,
-        top_k: int = 1,
-    ) -> Explanation:
-        """Where the margin of method `sensitivity` goes, for the case with the smallest one."""
-        sets = self._sets(item, norm, eps, clip, targets, top_k)
+    def explain(self, item: Item, **ball: Any) -> Explanation:
+        """Where the margin of method `sensitivity` goes, for the case with the smallest one; `ball`: as in
+        `certify`, from norm to top_k."""
+        sets = self._sets(item, **ball)
         return min((self.verifier.explain(b, s) for b, s in sets), key=lambda e: e.margin)
 
     def radius(

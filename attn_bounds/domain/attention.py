@@ -79,12 +79,9 @@ def _ellipsoids(x: AffineForm, supports: list[Tensor], groups: Groups) -> list[T
     Shape: x (batch, heads, n, d) → two of (batch, heads, n, d, d), float64.
     """
     grams: list[Tensor] = []
-    for (s, w), support in zip(groups.parts(x.generators), supports, strict=False):
+    for gram, support in zip(groups.grams(x.generators), supports, strict=False):
         box = torch.diag_embed(support * support.sum(-1, keepdim=True))
-        if s.radius is not None:
-            rows = w.reshape(w.shape[0], -1, *x.centre.shape[1:]).double()
-            gram = torch.einsum("bzhnd,bzhne->bhnde", rows, rows)
-            gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
+        if gram is not None:
             smaller = _trace(gram) <= 1.01 * _trace(box)  # one feature: the same up to rounding
             box = torch.where(smaller[..., None, None], gram, box)
         grams.append(box)
@@ -154,6 +151,11 @@ class Local:
     bilinear: tuple[Tensor, Tensor]
     remainder: AttentionRemainder
 
+    @property
+    def average(self) -> Tensor:
+        """Output at the centre, (batch, heads, n, dv), float64: the set keeps it relative to the values."""
+        return self.remainder.exact.average + self.values.double().mean(-2, keepdim=True)
+
 
 def attention(
     q: AffineForm, k: AffineForm, v: AffineForm, scale: float, mask: Tensor | None, groups: Groups, label: str
@@ -177,8 +179,8 @@ def attention(
     blocks = []
     for start in range(0, n, step):
         part = slice(start, start + step)
-        rest = None if q.rest is None else Rest(q.rest.box[:, :, part], q.rest.norm[:, :, part])
-        rows = AffineForm(q.centre[:, :, part], q.generators[:, :, :, part], rest)
+        q_rest = None if q.rest is None else Rest(q.rest.box[:, :, part], q.rest.norm[:, :, part])
+        rows = AffineForm(q.centre[:, :, part], q.generators[:, :, :, part], q_rest)
         own_mask = mask if mask is None or mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., part, :]
         blocks.append(_rows(rows, k, v, scale, own_mask, groups, keep))
 
@@ -192,13 +194,8 @@ def attention(
 
     value_groups: list[tuple[Tensor, Tensor | None]] = []
     v_supports = groups.supports(v.generators, v.rest)
-    for (s, w), support in zip(groups.parts(v.generators), v_supports, strict=False):
-        form = None
-        if s.radius is not None:
-            generators = w.reshape(w.shape[0], -1, *v.centre.shape[1:]).double()
-            gram = torch.einsum("bzhcd,bzhce->bhcde", generators, generators)
-            gram = gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square()
-            form = gram_factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
+    for gram, support in zip(groups.grams(v.generators), v_supports, strict=False):
+        form = None if gram is None else gram_factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
         value_groups.append((support.double(), form))
     if v.rest is not None:
         lengths = (p @ v.rest.norm.double().square().unsqueeze(-1)).sqrt() * groups.growth
@@ -215,21 +212,20 @@ def attention(
             whole([b.other_r for b in blocks]),
             groups.growth,
         )
-    rests: list[Rest] = []
+    rest: Rest | None = None
     if q.rest is not None or k.rest is not None or v.rest is not None:
         score_rest = whole([b.score_rest for b in blocks])
         norm = (p * score_rest.square()).sum(-1).sqrt() * whole([b.spread for b in blocks])
         if v.rest is not None:
             norm = norm + (p @ v.rest.norm.double().unsqueeze(-1)).squeeze(-1)
-        rests.append(Rest(whole([b.rest_box for b in blocks]).to(dtype), norm.to(dtype)))
+        rest = Rest(whole([b.rest_box for b in blocks]).to(dtype), norm.to(dtype))
     if groups.room(remainder.size) < remainder.size:
         groups.folded.append((label, remainder.size))
         box, norm = remainder.boxes()
-        rests.append(Rest(box.to(dtype) * groups.growth, norm.to(dtype) * groups.growth))
+        rest = Rest(box.to(dtype) * groups.growth, norm.to(dtype) * groups.growth) + rest
         generators = own
     else:
         generators = append_identity(own, groups.add(remainder), torch.arange(remainder.size))
-    rest = rests[0] + rests[1] if len(rests) == 2 else rests[0] if rests else None
     box_of_p = whole([b.low for b in blocks]), whole([b.high for b in blocks])
     local = None
     if groups.backward:
@@ -294,15 +290,8 @@ def _rows(
         whole_low, whole_high = groups.total(groups.ranges(uncentred), uncentred[:, 0])
         extra = _scores_rest(q, k, k.centre, scale, groups)
         scores = centre, centre + whole_low.double() - b - extra, centre + whole_high.double() + b + extra
-    grams = []
-    for s, w in groups.parts(linear):
-        if s.radius is None:
-            grams.append(w.new_zeros(0))
-            continue
-        rows = w.reshape(w.shape[0], -1, *linear.shape[2:])
-        gram = torch.einsum("bzhnc,bzhnd->bhncd", rows.double(), rows.double())
-        grams.append(gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square())
-    grams += [p.new_zeros(0)] * (len(supports) - len(grams))
+    grams = groups.grams(linear)
+    grams += [None] * (len(supports) - len(grams))
     # b is centred too
     r = torch.stack(supports).sum(0) + centred(b)
     # Var_p(b) ≤ Σ p b², and ≤ 2 Σ p (1 − p) b² since it is a sum over pairs

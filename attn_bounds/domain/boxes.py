@@ -35,8 +35,8 @@ def with_errors(
     if groups.room(len(index)) < len(index):
         groups.folded.append((label, len(index)))
         size = torch.maximum(-low, high).clamp(min=0.0).reshape(form.centre.shape)
-        rest = Rest.boxed((size * groups.growth).to(dtype))
-        return AffineForm(form.centre, form.generators, rest if form.rest is None else form.rest + rest)
+        rest = Rest.boxed((size * groups.growth).to(dtype)) + form.rest
+        return AffineForm(form.centre, form.generators, rest)
     # the box is rounded to the form's dtype; growth is more than that
     low = (low[:, index].clamp(max=0.0) * groups.growth).to(dtype)
     high = (high[:, index].clamp(min=0.0) * groups.growth).to(dtype)

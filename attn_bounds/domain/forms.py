@@ -41,8 +41,8 @@ class Rest:
     def boxed(cls, box: Tensor) -> Rest:
         return cls(box, torch.linalg.vector_norm(box, dim=-1))
 
-    def __add__(self, other: Rest) -> Rest:
-        return Rest(self.box + other.box, self.norm + other.norm)
+    def __add__(self, other: Rest | None) -> Rest:
+        return self if other is None else Rest(self.box + other.box, self.norm + other.norm)
 
     def scaled(self, factor: Tensor) -> Rest:
         """Entries times factors of the shape of the box."""
@@ -128,8 +128,7 @@ class AffineForm:
 
     def __add__(self, other: AffineForm) -> AffineForm:
         symbols = max(self.symbols, other.symbols)
-        rests = [r for r in (self.rest, other.rest) if r is not None]
-        rest = rests[0] + rests[1] if len(rests) == 2 else rests[0] if rests else None
+        rest = other.rest if self.rest is None else self.rest + other.rest
         return AffineForm(self.centre + other.centre, self.padded(symbols) + other.padded(symbols), rest)
 
 
@@ -211,6 +210,22 @@ class Groups:
     def supports(self, generators: Tensor, rest: Rest | None = None) -> list[Tensor]:
         """Bound of |image| per group, and of a rest at the end: list of (batch, *shape)."""
         return [torch.maximum(-low, high) for low, high in self.ranges(generators, rest)]
+
+    def grams(self, generators: Tensor) -> list[Tensor | None]:
+        """`ρ² G Gᵀ` along the last axis for each group that lies in a ball of radius ρ, else None, float64.
+
+        Shape: (batch, K, …, d) → (batch, …, d, d) each.
+        """
+        out: list[Tensor | None] = []
+        for s, w in self.parts(generators):
+            gram = None
+            if s.radius is not None:
+                rows = w.reshape(w.shape[0], -1, *generators.shape[2:]).double()
+                gram = torch.einsum("bz...d,bz...e->b...de", rows, rows)
+                ball = self.growth * s.radius.double().reshape(-1, *[1] * (gram.ndim - 1))
+                gram = gram * ball.square()
+            out.append(gram)
+        return out
 
     @staticmethod
     def total(ranges: list[Range], like: Tensor) -> Range:

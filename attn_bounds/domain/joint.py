@@ -152,7 +152,7 @@ def _at(z: Tensor, s: ErrorSet, pulled: Pulled) -> Tensor:
     if pulled.weight is None:
         return pulled.constant
     assert s.step is not None and pulled.rest is not None
-    d = (z.to(s.step.first.dtype) @ s.step.first).to(z)
+    d = s.step.first_at(z)
     loss = pulled.constant + (((pulled.weight * d.square()).sum(-1) + 1e-300).sqrt() + pulled.rest).square()
     if pulled.cross is not None:
         assert pulled.coefficients is not None
@@ -211,8 +211,7 @@ def _conclude(walk: _Walk, z: Tensor, slack: Tensor) -> list[Tensor]:
         if s.step is None or p.weight is None:
             continue
         assert p.rest is not None
-        d = (z.to(s.step.first.dtype) @ s.step.first).to(z)
-        size = (p.weight * d.square()).sum(-1).sqrt()
+        size = (p.weight * s.step.first_at(z).square()).sum(-1).sqrt()
         t = (p.rest / size.clamp(min=1e-12)).clamp(min=1e-6, max=1e6)
         constant = constant + (1.0 + 1.0 / t) * p.rest.square()
         forms.append((s.step, p))

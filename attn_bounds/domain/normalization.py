@@ -105,13 +105,10 @@ def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bo
     moves: list[tuple[Tensor, Tensor | None]] = []
     rho = torch.zeros_like(s)
     supports = groups.supports(g)
-    for (error_set, w), support in zip(groups.parts(g), supports, strict=True):
+    for gram, support in zip(groups.grams(g), supports, strict=True):
         support = support.double()
         best, factor = torch.linalg.vector_norm(support, dim=-1), None
-        if error_set.radius is not None:
-            rows = w.reshape(w.shape[0], -1, *z.shape[1:]).double()
-            ball = groups.growth * error_set.radius.double().reshape(-1, 1, 1, 1)
-            gram = torch.einsum("bktd,bkte->btde", rows, rows) * ball.square()
+        if gram is not None:
             factor = gram_factor(gram)
             best = torch.minimum(best, gram_norm_upper(gram).sqrt())
         rho = rho + best

@@ -231,7 +231,7 @@ class Domain:
 
     def _fits(self, groups: Groups, symbols: int, batch: int, dtype: torch.dtype) -> None:
         if groups.limit is not None and symbols > groups.limit:
-            per_symbol = (2 * OVERHEAD - OVERHEAD) / max(1, self._symbols(2 * OVERHEAD, batch, dtype)[0])
+            per_symbol = OVERHEAD / max(1, self._symbols(2 * OVERHEAD, batch, dtype)[0])
             needed = OVERHEAD + per_symbol * symbols
             raise UnsupportedModelError(
                 f"method sensitivity needs about {needed / 1e9:.1f} GB for the {symbols} symbols of the "

@@ -63,8 +63,8 @@ def relu(x: AffineForm, groups: Groups, label: str) -> tuple[AffineForm, tuple[T
         groups.folded.append((label, len(index) - len(kept)))
         left = size.flatten(1).index_fill(1, kept, 0.0).reshape(size.shape) * groups.growth
         weight = torch.where(left > 0, kappa, 0.0)
-        rest = Rest(left, groups.row_norms(x, weight) * groups.growth)
-        output = AffineForm(at, output.generators, rest if output.rest is None else output.rest + rest)
+        rest = Rest(left, groups.row_norms(x, weight) * groups.growth) + output.rest
+        output = AffineForm(at, output.generators, rest)
         index = kept
     if len(index) == 0:
         return output, (low, high)

@@ -30,6 +30,11 @@ Range = tuple[Tensor, Tensor]
 MANY = 2**27  # functionals × score entries beyond which an attention's remainder is bounded more simply
 
 
+def intersection(first: Range, second: Range) -> Range:
+    """Range that two valid ranges leave."""
+    return torch.maximum(first[0], second[0]), torch.minimum(first[1], second[1])
+
+
 class ErrorSet(ABC):
     """A set of error vectors that contains 0, one per sample.
 
@@ -77,14 +82,10 @@ class ClippedBall(Ball):
         self.box = BoxInBall(label, lower.clamp(min=-1.0), upper.clamp(max=1.0), unit)  # an l1 ball is in one
 
     def range(self, w: Tensor) -> Range:
-        return self._both(w, self.box.range(w))
+        return intersection(super().range(w), self.box.range(w))
 
     def tight_range(self, w: Tensor) -> Range:
-        return self._both(w, self.box.tight_range(w))
-
-    def _both(self, w: Tensor, cut: Range) -> Range:
-        low, high = super().range(w)
-        return torch.maximum(low, cut[0]), torch.minimum(high, cut[1])
+        return intersection(super().range(w), self.box.tight_range(w))
 
 
 class BoxInBall(ErrorSet):

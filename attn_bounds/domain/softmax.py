@@ -1,4 +1,4 @@
-"""Rule of a softmax by itself; inside an attention unit `rules.attention` bounds all of it at once."""
+"""Rule of a softmax by itself; inside an attention unit `attention.py` bounds all of it at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..sensitivity.remainder import RowData, chi, curvature_bound, psi, slope_bo
 from ..sensitivity.softmax import probability_box
 from .forms import AffineForm, Groups, Rest
 from .rules import append_identity
-from .sets import AttentionRemainder, BoxInBall, ErrorSet, Range
+from .sets import AttentionRemainder, BoxInBall, ErrorSet, Range, intersection
 
 
 class SoftmaxRemainder(ErrorSet):
@@ -19,14 +19,11 @@ class SoftmaxRemainder(ErrorSet):
         self.label, self.size, self.radius = label, box.size, box.radius
         self.box, self.whole = box, whole
 
-    def _both(self, first: Range, second: Range) -> Range:
-        return torch.maximum(first[0], second[0]), torch.minimum(first[1], second[1])
-
     def range(self, w: Tensor) -> Range:
-        return self._both(self.box.range(w), self.whole.range(w))
+        return intersection(self.box.range(w), self.whole.range(w))
 
     def tight_range(self, w: Tensor) -> Range:
-        return self._both(self.box.tight_range(w), self.whole.tight_range(w))
+        return intersection(self.box.tight_range(w), self.whole.tight_range(w))
 
 
 def row_data(linear: Tensor, log_p: Tensor, groups: Groups) -> tuple[RowData, Range]:
@@ -39,14 +36,7 @@ def row_data(linear: Tensor, log_p: Tensor, groups: Groups) -> tuple[RowData, Ra
     p = log_p.exp()
     ranges = [(a.double(), b.double()) for a, b in groups.ranges(linear)]
     supports = torch.stack([torch.maximum(-low, high) for low, high in ranges])
-    grams = []
-    for s, w in groups.parts(linear):
-        if s.radius is None:
-            grams.append(w.new_zeros(0))
-            continue
-        rows = w.reshape(w.shape[0], -1, *linear.shape[2:]).double()
-        gram = torch.einsum("bzhnc,bzhnd->bhncd", rows, rows)
-        grams.append(gram * (groups.growth * s.radius.double().reshape(-1, 1, 1, 1, 1)).square())
+    grams = groups.grams(linear)
     r = supports.sum(0)
 
     def deviation(factor: Tensor, growth: float) -> Tensor:

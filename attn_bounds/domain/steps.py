@@ -78,6 +78,10 @@ class Step(ABC):
         weight = stretch.unsqueeze(1) * self.growth**2 * pulled.weight[sample, part]
         return d * weight.unsqueeze(1).to(d)
 
+    def first_at(self, z: Tensor) -> Tensor:
+        """d at a point: z (batch, F, K0) → (batch, F, R)."""
+        return (z.to(self.first.dtype) @ self.first).to(z)
+
     def second_at(self, z: Tensor, coefficients: Tensor) -> Tensor:
         """u at a point: z (batch, F, K0) → (batch, F, R)."""
         raise NotImplementedError

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..lirpa import BoundOptimizableActivation, LinearBound
-from ..sensitivity.bilinear import product_lower_plane, product_range
+from ..sensitivity.bilinear import Plane, product_lower_plane, product_range
 from ..sensitivity.softmax import (
     FULLY_MASKED,
     average_range,
@@ -242,13 +242,13 @@ class BoundAttentionScores(BoundAttentionOperator):
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         q, k = self.inputs[:2]
         scaled = self.scale * a
-        if self.local is not None and q.perturbed and k.perturbed:
-            return self._with_jacobian(a, 0.5 if alpha is None else alpha)
         bias = torch.zeros(a.shape[:2], dtype=a.dtype, device=a.device)
         coefficients: list[Tensor | None]
         if q.perturbed and k.perturbed:
             plane = product_lower_plane(scaled, *_box(q), *_box(k), 0.5 if alpha is None else alpha)
             coefficients, bias = [_fit(plane.x, q), _fit(plane.y, k)], plane.bias
+            if self.local is not None:
+                coefficients, bias = self._or_jacobian(a, plane, coefficients)
         elif q.perturbed:
             coefficients = [_fit(scaled @ _box(k)[0], q), None]
         else:
@@ -258,8 +258,10 @@ class BoundAttentionScores(BoundAttentionOperator):
             coefficients.append(None)
         return coefficients, bias
 
-    def _with_jacobian(self, a: Tensor, mix: Tensor | float) -> tuple[list[Tensor | None], Tensor]:
-        """The better of the McCormick planes and of the linear part at the centre plus the bilinear range."""
+    def _or_jacobian(
+        self, a: Tensor, plane: Plane, coefficients: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """The better of a McCormick plane and of the linear part at the centre plus the bilinear range."""
         q, k = self.inputs[:2]
         q0, k0 = (
             t.reshape(-1, *n.output_shape[1:]) for t, n in ((self.local.queries, q), (self.local.keys, k))
@@ -269,14 +271,8 @@ class BoundAttentionScores(BoundAttentionOperator):
         loss = (a.clamp(min=0.0) * low + a.clamp(max=0.0) * high).flatten(2).sum(-1)
         product = (scaled * (q0 @ k0.mT)).flatten(2).sum(-1)
         own = [_fit(scaled @ k0, q), _fit(scaled.mT @ q0, k)], loss - product
-        plane = product_lower_plane(scaled, *_box(q), *_box(k), mix)
-        other = [_fit(plane.x, q), _fit(plane.y, k)], plane.bias
         gap = product - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
-        coefficients, bias = _choose(-loss <= gap, own, other)
-        if (mask := self._mask()) is not None:
-            bias = bias + (a * mask).flatten(2).sum(-1)
-            coefficients.append(None)
-        return coefficients, bias
+        return _choose(-loss <= gap, own, (coefficients, plane.bias))
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         q, k = self.inputs[:2]
@@ -412,9 +408,7 @@ class BoundAttentionAverage(BoundAttentionOperator):
         """Coefficients, bias, and what is lost at the centre, (spec, batch)."""
         s, _, v = self.inputs
         local = self.local
-        values, rows = local.values.double(), local.remainder.exact.rows
-        # the set keeps its average relative to the middle of the values
-        average = local.remainder.exact.average + values.mean(-2, keepdim=True)
+        values, rows, average = local.values.double(), local.remainder.exact.rows, local.average
         spec, batch = a.shape[:2]
         w = a.double().reshape(spec, batch, *average.shape[1:])
         y = w @ values.mT - (w * average).sum(-1, keepdim=True)
@@ -423,12 +417,10 @@ class BoundAttentionAverage(BoundAttentionOperator):
         loss = (parts.down + parts.cross).sum((1, 2)).T  # what is bilinear in the scores is theirs
         centre = (w * average).flatten(2).sum(-1)
         bias = centre - loss - (on_s * local.scores[0]).flatten(2).sum(-1)
-        bias = bias - (on_v * values).flatten(2).sum(-1)
         coefficients: list[Tensor | None] = [on_s.to(a).reshape(spec, batch, *s.output_shape[1:]), None, None]
         if v.perturbed:
             coefficients[2] = _fit(on_v.to(a).reshape(spec, batch, -1, *on_v.shape[-2:]), v)
-        else:
-            bias = bias + (on_v * values).flatten(2).sum(-1)
+            bias = bias - (on_v * values).flatten(2).sum(-1)
         return coefficients, bias.to(a), loss.to(a)
 
     def _lse_gap(self, a: Tensor, on_p: Tensor, on_v: Tensor | None, bias: Tensor) -> Tensor:
@@ -441,8 +433,7 @@ class BoundAttentionAverage(BoundAttentionOperator):
         value = (plane.scores * scores).flatten(2).sum(-1) + plane.bias + bias
         if on_v is not None:
             value = value + (on_v * local.values.reshape(-1, *v.output_shape[1:])).flatten(2).sum(-1)
-        average = local.remainder.exact.average + local.values.double().mean(-2, keepdim=True)
-        return (a * average.to(a).reshape(-1, *self.output_shape[1:])).flatten(2).sum(-1) - value
+        return (a * local.average.to(a).reshape(-1, *self.output_shape[1:])).flatten(2).sum(-1) - value
 
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         if self.local is None or not self.inputs[1].perturbed:

@@ -56,23 +56,21 @@ def ball_maximum_upper(
     def unit(v: Tensor) -> Tensor:
         return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=tiny)
 
-    shift = (
-        2.0 * torch.linalg.matrix_norm(m).unsqueeze(-1) / size**0.5 + tiny
-    )  # M may have negative eigenvalues
-    z = unit((c if start is None else start.to(c)) + 1e-9 * scale_of(c))
+    length_m = torch.linalg.matrix_norm(m)
+    shift = 2.0 * length_m.unsqueeze(-1) / size**0.5 + tiny  # M may have negative eigenvalues
+    entry = c.abs().amax(-1, keepdim=True).clamp(min=tiny)
+    z = unit((c if start is None else start.to(c)) + 1e-9 * entry)
     for _ in range(10):
         last, z = z, unit(c + 2.0 * apply(z) + shift * z)
         if float((z - last).abs().amax()) < 1e-4 * float(z.abs().amax()):
             break
-    scale = torch.linalg.matrix_norm(m) + torch.linalg.vector_norm(c, dim=-1)
+    scale = length_m + torch.linalg.vector_norm(c, dim=-1)
     room = 16.0 * size * torch.finfo(c.dtype).eps * scale + tiny
     attained = ((c * z).sum(-1) + (z * apply(z)).sum(-1)).clamp(min=0.0)
     nu = ((z * apply(z)).sum(-1) + 0.5 * (c * z).sum(-1)).clamp(min=0.0) + 4.0 * room
     best = torch.full_like(nu, torch.inf)
-    below, above = (
-        torch.zeros_like(nu),
-        torch.full_like(nu, torch.inf),
-    )  # the last ν that failed, that succeeded
+    # the last ν that failed, and the last that succeeded
+    below, above = torch.zeros_like(nu), torch.full_like(nu, torch.inf)
     eye = torch.eye(size, dtype=c.dtype, device=c.device)
     for _ in range(20):
         todo = (best > attained * (1.0 + tolerance) + room).nonzero().squeeze(1)
@@ -104,22 +102,15 @@ def ball_maximum_upper(
     return torch.where(finite, best, torch.inf), z
 
 
-def scale_of(c: Tensor) -> Tensor:
-    """Size of the entries, (rows, 1), positive."""
-    return c.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(c.dtype).tiny)
-
-
-def factored_maximum_upper(c: Tensor, f: Tensor, box: bool = False, rounds: int = 3) -> tuple[Tensor, Tensor]:
+def factored_maximum_upper(c: Tensor, f: Tensor, box: bool = False) -> tuple[Tensor, Tensor]:
     """Upper bound of `max c·z + ‖fᵀz‖²` over the unit ball or the box [−1, 1]^K: as `ball_maximum_upper` for
     matrices M = f fᵀ of low rank.
 
-    A box lies in every ellipsoid `Σ ν_i z_i² ≤ Σ ν_i`, which scaling turns into the ball. With
-    `ν_i = |c_i|/2 + z_i (Mz)_i` at a local maximum z the bound is exact where diag(ν) − M is positive
-    semidefinite (Shor's relaxation); z and ν are improved in turn.
+    A box lies in every ellipsoid `Σ ν_i z_i² ≤ Σ ν_i`, which scaling turns into the ball. Tried are
+    `ν_i = |c_i|/2 + t g_i` for a few t, g the row sums of |f| |f|ᵀ.
 
     Arguments:
         c: (K,) float64. f: (K, R) float64, R < K.
-        rounds: ellipsoids tried around a box.
 
     Returns:
         the bound (), infinite if none was found, and a point z (K,).

@@ -154,13 +154,13 @@ def score_bound(y: Tensor, rows: RowData, error: Tensor | float = 0.0) -> Tensor
     return (y.abs() @ pb).squeeze(-1) + error * pb.sum(-2)
 
 
-def weighted_deviation(grams: list[Tensor], supports: Tensor, weight: Tensor) -> Tensor:
+def weighted_deviation(grams: list[Tensor | None], supports: Tensor, weight: Tensor) -> Tensor:
     """Bound of `√(Σ_c weight_c Δ_c²)` for a linear family Δ, a joint norm as in theory.md, (6).
 
     Per ball-like group the smaller of its spectral norm and of the norm of its supports; groups add up.
 
     Arguments:
-        grams: per group (…, n, m, m), `ρ² D Dᵀ`, D the group's rows (m × symbols); empty if it is no ball.
+        grams: per group (…, n, m, m), `ρ² D Dᵀ`, D the group's rows (m × symbols); None if it is no ball.
         supports: (groups, …, n, m) bound of |D e| per entry and group.
         weight: (…, n, m), not negative.
 
@@ -169,10 +169,10 @@ def weighted_deviation(grams: list[Tensor], supports: Tensor, weight: Tensor) ->
     """
     root = weight.sqrt()  # infinite where ψ or χ overflow: the sum then is, too
     parts = []
-    for i, support in enumerate(supports):
+    for gram, support in zip(grams, supports, strict=True):
         best = (root * support).square().sum(-1).sqrt()
-        if grams[i].numel():
-            scaled = grams[i] * root.unsqueeze(-1) * root.unsqueeze(-2)
+        if gram is not None:
+            scaled = gram * root.unsqueeze(-1) * root.unsqueeze(-2)
             best = torch.minimum(best, gram_norm_upper(scaled).sqrt())
         parts.append(best)
     return torch.stack(parts)
