@@ -14,9 +14,12 @@ from ..sensitivity.softmax import probability_box
 from .forms import AffineForm, Groups, Rest
 from .rules import append_identity
 from .sets import AttentionRemainder, Ball
-from .steps import AttentionStep
+from .steps import AttentionStep, ScorePlanes
+from .values import Symbols, ValueMoves
 
 EXACT_WORK = 2**31  # eigenvalue problems of an attention's scores: beyond, (pairs · dk³), by Frobenius norms
+SMALL = 0.05  # part of the moves of V from which on a group is worth more than its supports
+WIDE = 0.1  # deviation of scores from which on log-sum-exp planes may beat the second-order remainder
 BLOCK = 2**26  # entries of the generators of scores that are held at once
 
 
@@ -114,12 +117,41 @@ def gram_factor(gram: Tensor) -> Tensor:
     return torch.where(finite, factor, torch.inf)
 
 
+def _value_moves(v: AffineForm, p: Tensor, groups: Groups) -> list[ValueMoves]:
+    """What each group and a rest do to values (batch, heads, m, dv); p (batch, heads, n, m)."""
+    supports = [s.double() for s in groups.supports(v.generators, v.rest)]
+    total = torch.stack(supports).sum(0).flatten(1).sum(1)
+    out = []
+    for (s, w), gram, support in zip(
+        groups.parts(v.generators), groups.grams(v.generators), supports, strict=False
+    ):
+        rows = keys = symbols = None
+        if gram is not None:
+            rows = gram_factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
+        if type(s) is Ball and s.norm == 2.0:
+            assert gram is not None
+            keys = gram_factor(gram)
+        worth = support.flatten(1).sum(1) >= SMALL * total
+        if keys is None and bool(worth.any()) and groups.keep(w.numel()):
+            generators = w.reshape(*w.shape[:2], *v.centre.shape[1:]).transpose(1, 2).contiguous()
+            symbols = Symbols(s, generators, groups.growth, worth)
+        out.append(ValueMoves(support, rows, keys, symbols))
+    if v.rest is not None:
+        lengths = (p @ v.rest.norm.double().square().unsqueeze(-1)).sqrt() * groups.growth
+        rows = lengths.unsqueeze(-1) * torch.eye(v.centre.shape[-1], dtype=p.dtype)
+        out.append(ValueMoves(supports[-1], rows))
+    return out
+
+
 class _Rows(NamedTuple):
     """A block of query rows of an attention, (batch, …, n, …) each; see `attention`."""
 
     average: Tensor  # (batch, heads, n, dv), float64
     own: Tensor  # (batch, K, heads, n, dv), generators of the linear part
     first: Tensor | None  # (batch, K0, heads, n, m), scores of group 0
+    wide: (
+        tuple[Tensor, ...] | None
+    )  # where scores move far: generators, centre, low and high moves, which samples
     rows: RowData
     other_sd: Tensor
     other_sd_psi: Tensor
@@ -192,17 +224,23 @@ def attention(
     own = whole([b.own for b in blocks], 3)
     p = row_data.p
 
-    value_groups: list[tuple[Tensor, Tensor | None]] = []
-    v_supports = groups.supports(v.generators, v.rest)
-    for gram, support in zip(groups.grams(v.generators), v_supports, strict=False):
-        form = None if gram is None else gram_factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
-        value_groups.append((support.double(), form))
-    if v.rest is not None:
-        lengths = (p @ v.rest.norm.double().square().unsqueeze(-1)).sqrt() * groups.growth
-        value_groups.append((v_supports[-1].double(), lengths.unsqueeze(-1) * torch.eye(dv, dtype=p.dtype)))
+    value_groups = _value_moves(v, p, groups)
     remainder = AttentionRemainder(label, v.centre.double(), average, row_data, value_groups)
     if keep:
         first = groups.sets[0].size
+        planes, wide = None, [b.wide for b in blocks if b.wide is not None]
+        if len(wide) == len(blocks):
+            moves, centre, low, high, far = zip(*wide, strict=True)
+            planes = ScorePlanes(
+                whole(list(moves), 3),
+                whole(list(centre)),
+                whole(list(low)),
+                whole(list(high)),
+                row_data.b,
+                p,
+                groups.growth,
+                torch.stack(far).any(0),
+            )
         remainder.step = AttentionStep(
             remainder,
             whole([b.first for b in blocks if b.first is not None], 3),
@@ -211,6 +249,7 @@ def attention(
             whole([b.other_sd_psi for b in blocks]),
             whole([b.other_r for b in blocks]),
             groups.growth,
+            planes,
         )
     rest: Rest | None = None
     if q.rest is not None or k.rest is not None or v.rest is not None:
@@ -323,6 +362,10 @@ def _rows(
     moved = moved - weighted.sum(-1, keepdim=True) * (average.to(dtype) - middle).unsqueeze(1)
     own[:, : moved.shape[1]] += moved
     first = linear[:, : groups.sets[0].size].clone() if keep else None
+    wide = None
+    far = (sd > WIDE).flatten(1).any(1)
+    if keep and bool(far.any()) and q.rest is None and k.rest is None and groups.keep(linear.numel()):
+        wide = linear, centre, d_low.double(), d_high.double(), far
 
     offsets = v_c.unsqueeze(2) - average.unsqueeze(3)  # (batch, heads, n, m, dv)
     spread = (p * offsets.square().sum(-1)).sum(-1).sqrt()
@@ -333,6 +376,7 @@ def _rows(
         average,
         own,
         first,
+        wide,
         row_data,
         other_sd,
         other_sd_psi,

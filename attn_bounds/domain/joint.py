@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..sensitivity.quadratic import ball_maximum_upper, factored_maximum_upper
 from .sets import Ball
-from .steps import AttentionStep, Mode, Pulled, ReluStep, Step
+from .steps import AttentionStep, Memo, Mode, Pulled, ReluStep, Step
 
 if TYPE_CHECKING:
     from .forms import Groups
@@ -75,7 +75,7 @@ class _Walk:
 
     Attributes:
         first: group 0. norm: of its ball, 0 if it is something else.
-        modes, mixes: per later set with a step, in order.
+        modes, mixes, memos: per later set, in order.
     """
 
     def __init__(self, used: list[ErrorSet], offsets: list[int], c: Tensor, effort: Effort) -> None:
@@ -89,6 +89,7 @@ class _Walk:
             {} if s.step is None else s.step.parameters(c.shape[1], mode)
             for s, mode in zip(self.later, self.modes, strict=True)
         ]
+        self.memos: list[Memo] = [{} for _ in self.later]
 
     def _modes(self, attention: bool) -> list[Mode]:
         if self.dense:
@@ -134,13 +135,13 @@ class _Walk:
     def pull(self, final: bool) -> tuple[Tensor, list[tuple[ErrorSet, Pulled]]]:
         """Coefficients that are left on group 0, and each later set's part, in order."""
         c, out = self.c, []
-        rows = list(zip(self.later, self.offsets, self.modes, self.mixes, strict=False))
-        for s, start, mode, mix in reversed(rows):
+        rows = list(zip(self.later, self.offsets, self.modes, self.mixes, self.memos, strict=False))
+        for s, start, mode, mix, memo in reversed(rows):
             w, c = c[..., start : start + s.size], c[..., :start]
             if s.step is None:
                 pulled = Pulled(-(s.tight_range if final else s.range)(w.mT)[0])
             else:
-                pulled = s.step.pull(w, mix, mode, final)
+                pulled = s.step.pull(w, mix, mode, None if final else memo)
             if pulled.linear is not None:
                 c = c + torch.nn.functional.pad(pulled.linear, (0, c.shape[2] - pulled.linear.shape[2]))
             out.append((s, pulled))

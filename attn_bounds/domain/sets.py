@@ -22,11 +22,13 @@ from ..sensitivity.remainder import (
     score_bound,
     slope_bound,
 )
+from .values import ValueMoves, distinct, per_head
 
 if TYPE_CHECKING:
     from .steps import Step
 
 Range = tuple[Tensor, Tensor]
+WHOLE = 4096  # functionals × query rows beyond which moves of values are bounded entry by entry
 MANY = 2**27  # functionals × score entries beyond which an attention's remainder is bounded more simply
 
 
@@ -56,6 +58,10 @@ class ErrorSet(ABC):
 
     def tight_range(self, w: Tensor) -> Range:
         """As `range`, for few functionals: may cost more and be tighter."""
+        return self.range(w)
+
+    def entry_range(self, w: Tensor) -> Range:
+        """As `range`, for very many functionals: may be looser, by what single errors can do."""
         return self.range(w)
 
 
@@ -134,19 +140,21 @@ class _RemainderData(NamedTuple):
     values: Tensor
     average: Tensor
     rows: RowData
-    groups: list[tuple[Tensor, Tensor | None]]
+    groups: list[ValueMoves]
 
     def to(self, dtype: torch.dtype) -> _RemainderData:
         """Rounded; radii grow by more than that, so that they stay bounds."""
         grow = 1.0 + 8 * torch.finfo(dtype).eps
         rows = RowData(*((t if i == 0 else t * grow).to(dtype) for i, t in enumerate(self.rows)))
-        groups = [((s * grow).to(dtype), None if f is None else (f * grow).to(dtype)) for s, f in self.groups]
+        groups = [g.to(dtype, grow) for g in self.groups]
         return _RemainderData(self.values.to(dtype), self.average.to(dtype), rows, groups)
 
-
-def _per_head(a: Tensor, values: Tensor) -> Tensor:
-    """`Σ_j a_j v_cj`, a head's rows in one product: (b, h, n, F, dv), (b, h, m, dv) → (b, h, n, F, m)."""
-    return (a.flatten(2, 3) @ values.mT).unflatten(2, a.shape[2:4])
+    def at(self, index: Tensor) -> _RemainderData:
+        """For some of the query rows."""
+        rows = RowData(*(t[:, :, index] for t in self.rows))
+        return _RemainderData(
+            self.values, self.average[:, :, index], rows, [g.at(index) for g in self.groups]
+        )
 
 
 class RemainderParts(NamedTuple):
@@ -156,6 +164,7 @@ class RemainderParts(NamedTuple):
         y: (batch, heads, n, F, m) values of the functionals per key, centred.
         slope: of |ℓ|. down: of minus the curvature. scores, cross: of the other two terms, in absolute value.
         sd_u, sd_u_first: of `√(Σ p u²)`, by all groups and by the first.
+        error: of the rounding in y.
     """
 
     y: Tensor
@@ -165,6 +174,7 @@ class RemainderParts(NamedTuple):
     cross: Tensor
     sd_u: Tensor
     sd_u_first: Tensor
+    error: Tensor
 
 
 class AttentionRemainder(ErrorSet):
@@ -175,9 +185,7 @@ class AttentionRemainder(ErrorSet):
     Arguments:
         values: (batch, heads, m, dv) at the centre. average: (batch, heads, n, dv) output at the centre.
         rows: `RowData`, (batch, heads, n, m).
-        value_groups: per group of symbols that V depends on, (bound of each |dV|, (batch, heads, m, dv), and
-            a factor L of `ρ² Σ_c p_c V_c V_cᵀ = L Lᵀ`, (batch, heads, n, dv, dv), where the group lies in a
-            ball of radius ρ, else None), for the deviation of u.
+        value_groups: per group of symbols that V depends on.
     """
 
     def __init__(
@@ -186,7 +194,7 @@ class AttentionRemainder(ErrorSet):
         values: Tensor,
         average: Tensor,
         rows: RowData,
-        value_groups: list[tuple[Tensor, Tensor | None]],
+        value_groups: list[ValueMoves],
     ) -> None:
         self.label, self.size = label, average[0].numel()
         # any row may be taken from values and average alike: small numbers lose less to rounding
@@ -195,36 +203,71 @@ class AttentionRemainder(ErrorSet):
         self.single = self.exact.to(torch.float32)
         self._boxes: tuple[Tensor, Tensor] | None = None
 
-    def _parts(self, a: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> RemainderParts:
+    def _parts(
+        self,
+        a: Tensor,
+        data: _RemainderData,
+        levels: tuple[float, ...],
+        smaller: list[Tensor] | None = None,
+    ) -> RemainderParts:
+        """smaller: factors on bounds of |u| by boxes that stand in for the bounds, (b, h, n, F, m) each."""
         values, average, rows, groups = data
         dv = average.shape[-1]
-        y = _per_head(a, values) - a @ average.unsqueeze(-1)
+        y = per_head(a, values) - a @ average.unsqueeze(-1)
         size = a.abs()
         largest = torch.maximum(values.abs().amax((2, 3)), average.abs().amax((2, 3)))
         error = 4 * dv * torch.finfo(y.dtype).eps * largest[:, :, None, None] * size.sum(-1)
-        p = rows.p.unsqueeze(-1)
         sd_u, top_u, sd_u_first = torch.zeros_like(error), torch.zeros_like(error), torch.zeros_like(error)
-        for i, (support, factor) in enumerate(groups):
-            u = _per_head(size, support)
-            best = (u.square() @ p).squeeze(-1).sqrt()
-            if factor is not None:
-                best = torch.minimum(best, torch.linalg.vector_norm(a @ factor, dim=-1))
+        whole = smaller is None and bool(groups) and a.shape[2] * a.shape[3] <= WHOLE
+        once, where = distinct(a) if whole else (a, None)
+        for i, group in enumerate(groups):
+            if whole:
+                u = group.whole(once)[:, :, where].reshape(y.shape)
+            else:
+                u = group.boxes(a) if smaller is None else smaller[i] * group.boxes(a)
+            best = group.deviation(a, u, rows.p)
             sd_u, top_u = sd_u + best, top_u + u.amax(-1)
             sd_u_first = best if i == 0 else sd_u_first
         slope = slope_bound(y, rows, error)
         down = curvature_bound(-y, slope, rows, levels)
         cross = cross_bound(sd_u, top_u, rows)
-        return RemainderParts(y, slope, down, score_bound(y, rows, error), cross, sd_u, sd_u_first)
+        return RemainderParts(y, slope, down, score_bound(y, rows, error), cross, sd_u, sd_u_first, error)
 
     def _range(self, w: Tensor, data: _RemainderData, levels: tuple[float, ...]) -> Range:
-        parts = self._parts(self._by_rows(w, data), data, levels)
+        a = self._by_rows(w, data)
+        batch, _, n, functionals, _ = a.shape
+        pairs = (a != 0).flatten(4).any(4).flatten(0, 1).any(0)  # query rows that a functional reads
+        local = 0 < 2 * int(pairs.sum()) <= n * functionals
+        if local:  # as neurons behind an attention read one token each
+            row, column = pairs.nonzero(as_tuple=True)
+            a, data = a[:, :, row, column].unsqueeze(3), data.at(row)
+        parts = self._parts(a, data, levels)
         up = curvature_bound(parts.y, parts.slope, data.rows, levels)
         other = parts.cross + parts.scores
-        return -(parts.down + other).sum((1, 2)).to(w.dtype), (up + other).sum((1, 2)).to(w.dtype)
+        low, high = -(parts.down + other).sum(1), (up + other).sum(1)  # (batch, rows, F)
+        if not local:
+            return low.sum(1).to(w.dtype), high.sum(1).to(w.dtype)
+        out = low.new_zeros((2, batch, functionals))
+        out.index_add_(2, column, torch.stack([low, high]).squeeze(3))
+        return out[0].to(w.dtype), out[1].to(w.dtype)
 
-    def parts(self, w: Tensor, tight: bool) -> RemainderParts:
-        """The bounds row by row, in float64; `tight` as in `tight_range`."""
-        return self._parts(self._by_rows(w, self.exact), self.exact, MANY_LEVELS if tight else FEW_LEVELS)
+    def shrinkage(self, w: Tensor) -> list[Tensor]:
+        """What bounds of |u| by boxes shrink by where functionals are taken as a whole; see `parts`."""
+        a = self._by_rows(w, self.exact)
+        once, where = distinct(a)
+        boxes = [group.boxes(a) for group in self.exact.groups]
+        whole = [group.whole(once)[:, :, where] for group in self.exact.groups]
+        return [u.reshape(box.shape) / box.clamp(min=1e-300) for u, box in zip(whole, boxes, strict=True)]
+
+    def parts(self, w: Tensor, smaller: list[Tensor] | None = None) -> RemainderParts:
+        """The bounds row by row, in float64.
+
+        Arguments:
+            smaller: `shrinkage` of functionals near these, for numbers that are quick, differentiable and
+                near the bounds, but no bounds.
+        """
+        levels = MANY_LEVELS if smaller is None else FEW_LEVELS
+        return self._parts(self._by_rows(w, self.exact), self.exact, levels, smaller)
 
     def boxes(self) -> tuple[Tensor, Tensor]:
         """Bounds of each error, (batch, heads, n, dv), and of the l2 norm of each row, (batch, heads, n)."""
@@ -238,11 +281,11 @@ class AttentionRemainder(ErrorSet):
         offsets = values.unsqueeze(2) - average.unsqueeze(3)  # (batch, heads, n, m, dv)
         y = torch.linalg.vector_norm(offsets, dim=-1).unsqueeze(3) * (1.0 + 1e-12)
         sd_u, top_u = torch.zeros_like(y[..., 0]), torch.zeros_like(y[..., 0])
-        for support, factor in groups:
-            size = torch.linalg.vector_norm(support, dim=-1).unsqueeze(2)
+        for group in groups:
+            size = torch.linalg.vector_norm(group.support, dim=-1).unsqueeze(2)
             best = (rows.p * size.square()).sum(-1, keepdim=True).sqrt()
-            if factor is not None:
-                best = torch.minimum(best, torch.linalg.matrix_norm(factor).unsqueeze(-1))
+            if group.rows is not None:
+                best = torch.minimum(best, torch.linalg.matrix_norm(group.rows).unsqueeze(-1))
             sd_u, top_u = sd_u + best, top_u + size.amax(-1, keepdim=True)
         norm = curvature_bound(y, slope_bound(y, rows), rows) + score_bound(y, rows)
         return box, (norm + cross_bound(sd_u, top_u, rows)).squeeze(-1)
@@ -254,15 +297,24 @@ class AttentionRemainder(ErrorSet):
 
     def range(self, w: Tensor) -> Range:
         if w.shape[0] * w.shape[2] * self.exact.rows.p[0].numel() > MANY:
-            return self._quick_range(w)
+            return self.quick_range(w)
         return self._range(w, self.single if w.dtype == torch.float32 else self.exact, FEW_LEVELS)
 
-    def _quick_range(self, w: Tensor) -> Range:
-        """For very many functionals: by the bounds of single errors and of rows, whatever the signs."""
+    def _errors(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """`boxes`, computed once, grown and rounded as w is."""
         if self._boxes is None:
             self._boxes = self.boxes()
         grow = 1.0 + 8 * torch.finfo(w.dtype).eps
-        box, norm = ((t * grow).to(w) for t in self._boxes)
+        box, norm = self._boxes
+        return (box * grow).to(w), (norm * grow).to(w)
+
+    def entry_range(self, w: Tensor) -> Range:
+        high = (self._errors(w)[0].flatten(1).unsqueeze(1) @ w.abs()).squeeze(1)
+        return -high, high
+
+    def quick_range(self, w: Tensor) -> Range:
+        """For very many functionals: by the bounds of single errors and of rows, whatever the signs."""
+        box, norm = self._errors(w)
         rows = w.reshape(len(w), -1, box.shape[-1], w.shape[2])  # (batch, heads · n, dv, F)
         by_box = (box.flatten(1, 2).unsqueeze(2) @ rows.abs()).squeeze(2)
         by_norm = norm.flatten(1).unsqueeze(2) * torch.linalg.vector_norm(rows, dim=2)

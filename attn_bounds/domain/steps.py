@@ -15,12 +15,15 @@ from torch import Tensor
 from ..norms import gram_norm_upper
 from ..sensitivity.quadratic import relu_quadratic
 from ..sensitivity.remainder import psi
+from ..sensitivity.softmax import softmax_planes, weights_lower_planes
 
 if TYPE_CHECKING:
     from .forms import Groups
     from .sets import AttentionRemainder, BoxInBall
 
 Parameters = dict[str, Tensor]
+Memo = dict[str, list[Tensor]]
+PLANES = -2.0  # logit of the planes' part at the start
 Mode = Literal["none", "squares", "full"]  # of a step: constants and linear terms only; d²; d² and d u
 
 
@@ -62,10 +65,11 @@ class Step(ABC):
         """Initial mixture, (batch, F, …) each."""
 
     @abstractmethod
-    def pull(self, w: Tensor, mix: Parameters, mode: Mode, final: bool) -> Pulled:
+    def pull(self, w: Tensor, mix: Parameters, mode: Mode, memo: Memo | None) -> Pulled:
         """Bound of the loss for coefficients w (batch, F, k), float64.
 
-        final: use the tightest support functions; else differentiable ones.
+        memo: what the choice of the mixtures keeps from the first iteration on: numbers near the bound, that
+            are quick to get and differentiable. None for the bound itself.
         """
 
     def right(self, sample: int, part: slice, pulled: Pulled, stretch: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ class ReluStep(Step):
         start["mix"][:, :, 0] = -math.inf if mode == "none" else 1.0
         return start
 
-    def pull(self, w: Tensor, mix: Parameters, mode: Mode, final: bool) -> Pulled:
+    def pull(self, w: Tensor, mix: Parameters, mode: Mode, memo: Memo | None) -> Pulled:
         x, low, high, slope = (t.unsqueeze(1) for t in (self.x, self.low, self.high, self.slope))
         w = w * self.live.unsqueeze(1)
         by_quadratic, by_plane, by_ball = (w.unsqueeze(2) * torch.softmax(mix["mix"], 2)).unbind(2)
@@ -168,7 +172,7 @@ class ReluStep(Step):
         total = constant.sum(-1)
         if self.box is not None:
             total = total + (linear.abs() @ self.box.unsqueeze(-1)).squeeze(-1)
-        if final:
+        if memo is None:
             total = total - self.error_set.tight_range(by_ball.mT)[0]
         else:
             assert self.error_set.radius is not None
@@ -180,7 +184,7 @@ class ReluStep(Step):
         weight = size * relu_quadratic(x, low, high, offset)
         rest = (weight @ self.rest.square().unsqueeze(-1)).squeeze(-1)
         rest = (rest + 1e-300).sqrt()
-        if final:
+        if memo is None:
             rest = torch.minimum(rest, self._rest_by_norms(weight))
         return Pulled(total, shifted, weight, rest)
 
@@ -198,18 +202,71 @@ class ReluStep(Step):
         return total
 
 
+class ScorePlanes:
+    """Log-sum-exp planes of the probabilities, for scores that move far: another slope than the tangent's.
+
+    With `s' = centre + D + b`, D linear in the symbols and |b| bounded, and planes `Σ p'_c y_c ≥ g·s' + bias`
+    what is lost against the tangent `Σ p_c D_c y_c` is at most
+    `−bias − g·centre + Σ |g_c| |b_c| − (g − p∘y)·D`, the last part linear in earlier symbols.
+
+    Arguments:
+        generators: (batch, K, heads, n, m) of D.
+        centre: (batch, heads, n, m) scores. low, high: what D moves them by. b: bound of |b|.
+        p: softmax of the centre.
+        growth: factor on D's ranges for the rounding of its generators.
+        use: (batch,) the samples that use them, so that none depends on the others of its batch.
+    """
+
+    def __init__(
+        self,
+        generators: Tensor,
+        centre: Tensor,
+        low: Tensor,
+        high: Tensor,
+        b: Tensor,
+        p: Tensor,
+        growth: float,
+        use: Tensor,
+    ) -> None:
+        self.generators, self.use = generators.flatten(2), use
+        # softmax does not mind a constant per row: numbers near zero lose less to rounding
+        self.centre = centre - centre.amax(-1, keepdim=True)
+        lower, upper = self.centre + low - b, self.centre + high + b
+        self.planes = softmax_planes(lower, upper)
+        self.b, self.p = b, p
+        self.rounding = 2.0 * (growth - 1.0) * torch.maximum(high, -low)
+
+    def lose(self, y: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        """Per row: the constant part of the loss (batch, F, heads, n), and `g − p∘y` (batch, F, heads, n, m).
+
+        Arguments:
+            y: (batch, F, heads, n, m). error: (batch, F, heads, n) of the rounding in y.
+        """
+        plane = weights_lower_planes(y.transpose(0, 1), self.planes)
+        g, bias = plane.scores.transpose(0, 1), plane.bias.transpose(0, 1)
+        slope = g - self.p.unsqueeze(1) * y
+        loss = (g.abs() * self.b.unsqueeze(1)).sum(-1) - (g * self.centre.unsqueeze(1)).sum(-1) - bias
+        return loss + (slope.abs() * self.rounding.unsqueeze(1)).sum(-1) + 2.0 * error, slope
+
+    def pulled(self, slope: Tensor) -> Tensor:
+        """Coefficients on the symbols, (batch, F, K), of slopes on D, (batch, F, heads, n, m)."""
+        return (slope.flatten(2).to(self.generators.dtype) @ self.generators.mT).double()
+
+
 class AttentionStep(Step):
     """Second-order remainder of one attention: rows of scores D z, curvature and cross term as quadratics.
 
     The curvature loss is at most `Σ p ψ(r) (sup|ℓ| − y)⁺ Δ'²` (remainder.py). The cross term is
     `Σ p_c D_c u_c` up to third order: with `p' − p = p (Δ' + φ − Eφ)/Z` the rest is at most
-    `sd_rest sd(u⁰) + sd sd(u_rest) + (1 − 1/Z) sd sd(u) + √(Σ p φ²) sd(u)`.
+    `sd_rest sd(u⁰) + sd sd(u_rest) + (1 − 1/Z) sd sd(u) + √(Σ p φ²) sd(u)`. Where scores move far, planes
+    take over a part of the curvature and of the bilinear term.
 
     Arguments:
         scores: (batch, K0, heads, n, m) centred generators of group 0.
         values: (batch, K0, heads, m, dv) generators of V in group 0, or None where V does not move.
         other_sd, other_sd_psi: (batch, heads, n) bounds of `√(Σ p Δ_rest²)`, `√(Σ p ψ Δ_rest²)`, Δ_rest what
             the other groups and the bilinear part add to Δ'. other_r: (batch, heads, n, m) of |Δ_rest|.
+        planes: where the scores move far, else None.
     """
 
     def __init__(
@@ -221,9 +278,10 @@ class AttentionStep(Step):
         other_sd_psi: Tensor,
         other_r: Tensor,
         growth: float,
+        planes: ScorePlanes | None = None,
     ) -> None:
         self.error_set, self.first, self.values = error_set, scores.flatten(2), values
-        self.growth = growth
+        self.growth, self.planes = growth, planes
         # with the functionals' dimension; what does not depend on them is computed once
         self.other_sd, self.other_square = other_sd.unsqueeze(1), other_r.square().unsqueeze(1)
         self.other_psi_square = other_sd_psi.square().unsqueeze(1)
@@ -240,48 +298,64 @@ class AttentionStep(Step):
         self.third = (sd_psi.square().clamp(max=1.0) + 2.0 * (growth**2 - 1.0)) * self.sd + phi
 
     def parameters(self, functionals: int, mode: Mode) -> Parameters:
-        if mode == "none":
-            return {}
         batch, heads, n, _ = self.error_set.exact.average.shape
-        shape = (batch, functionals, heads, n)
-        return {
-            "curvature": torch.full(shape, 1.0, dtype=torch.float64),
-            "cross": torch.full(shape, 0.0 if self._crosses(mode) else -math.inf, dtype=torch.float64),
-        }
+
+        def start(value: float) -> Tensor:
+            return torch.full((batch, functionals, heads, n), value, dtype=torch.float64)
+
+        mix = {} if self.planes is None else {"planes": start(PLANES)}
+        if mode != "none":
+            mix |= {"curvature": start(1.0), "cross": start(0.0 if self._crosses(mode) else -math.inf)}
+        return mix
 
     def _crosses(self, mode: Mode) -> bool:
         return mode == "full" and self.values is not None
 
-    def pull(self, w: Tensor, mix: Parameters, mode: Mode, final: bool) -> Pulled:
-        if mode == "none":
-            return Pulled(-(self.error_set.tight_range if final else self.error_set.range)(w.mT)[0])
-        parts = self.error_set.parts(w.mT, final)  # (batch, heads, n, F, …)
+    def pull(self, w: Tensor, mix: Parameters, mode: Mode, memo: Memo | None) -> Pulled:
+        if memo is not None and "smaller" not in memo:
+            with torch.no_grad():
+                memo["smaller"] = self.error_set.shrinkage(w.mT)
+        # (batch, heads, n, F, …)
+        parts = self.error_set.parts(w.mT, None if memo is None else memo["smaller"])
 
         def first(t: Tensor) -> Tensor:  # functionals in front
             return t.permute(0, 3, 1, 2, *range(4, t.ndim))
 
-        down = first(parts.down)
-        g = first((parts.slope.unsqueeze(-1) - parts.y).clamp(min=0.0))
+        constant, linear = first(parts.scores), None
+        taken = torch.zeros_like(constant)  # by the planes
+        if self.planes is not None:
+            loss, slope = self.planes.lose(first(parts.y), first(parts.error))
+            known = (
+                torch.isfinite(loss) & torch.isfinite(slope).all(-1) & self.planes.use[:, None, None, None]
+            )
+            taken = torch.where(known, torch.sigmoid(mix["planes"]), 0.0)
+            constant = (1.0 - taken) * constant + taken * torch.where(known, loss, 0.0)
+            slope = torch.where(known.unsqueeze(-1), taken.unsqueeze(-1) * slope, 0.0)
+            linear = self.planes.pulled(slope)
+        left, down, cross = 1.0 - taken, first(parts.down), first(parts.cross)
+        if mode == "none":
+            return Pulled((constant + left * down + cross).sum((2, 3)), linear)
+        g = (first(parts.slope).unsqueeze(-1) - first(parts.y)).clamp(min=0.0)
         weight = self.density * g
         # where scores move very far the quadratic is useless, and its numbers are out of scale
         worst = (weight * self.square).sum(-1)
         known = torch.isfinite(worst) & (worst <= 1e3 * down + 1e-9)
-        part = torch.where(known, torch.sigmoid(mix["curvature"]), 0.0)
+        part = left * torch.where(known, torch.sigmoid(mix["curvature"]), 0.0)
         weight = torch.where(known.unsqueeze(-1), part.unsqueeze(-1) * weight, 0.0)
         rest = (weight * self.other_square).sum(-1)
         by_norm = part * g.amax(-1) * self.other_psi_square
         rest = torch.minimum(rest, torch.where(known, by_norm, 0.0))
-        constant = (1.0 - part) * down + first(parts.scores)
+        constant = constant + (left - part) * down
         root = (rest.sum((2, 3)) + 1e-300).sqrt()
         if not self._crosses(mode):
-            return Pulled((constant + first(parts.cross)).sum((2, 3)), None, weight.flatten(2), root)
+            return Pulled((constant + cross).sum((2, 3)), linear, weight.flatten(2), root)
         u_first, u = first(parts.sd_u_first), first(parts.sd_u)
         third = self.other_sd * u_first + self.sd * (u - u_first) + self.third * u
         known = torch.isfinite(third)
         part = torch.where(known, torch.sigmoid(mix["cross"]), 0.0)
-        constant = constant + part * torch.where(known, third, 0.0) + (1.0 - part) * first(parts.cross)
-        cross = (part.unsqueeze(-1) * self.p).flatten(2)
-        return Pulled(constant.sum((2, 3)), None, weight.flatten(2), root, cross, w)
+        constant = constant + part * torch.where(known, third, 0.0) + (1.0 - part) * cross
+        products = (part.unsqueeze(-1) * self.p).flatten(2)
+        return Pulled(constant.sum((2, 3)), linear, weight.flatten(2), root, products, w)
 
     def right(self, sample: int, part: slice, pulled: Pulled, stretch: Tensor) -> Tensor:
         right = super().right(sample, part, pulled, stretch)

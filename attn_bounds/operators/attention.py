@@ -413,7 +413,7 @@ class BoundAttentionAverage(BoundAttentionOperator):
         w = a.double().reshape(spec, batch, *average.shape[1:])
         y = w @ values.mT - (w * average).sum(-1, keepdim=True)
         on_s, on_v = rows.p * y, rows.p.mT @ w
-        parts = local.remainder.parts(w.flatten(2).permute(1, 2, 0), True)
+        parts = local.remainder.parts(w.flatten(2).permute(1, 2, 0))
         loss = (parts.down + parts.cross).sum((1, 2)).T  # what is bilinear in the scores is theirs
         centre = (w * average).flatten(2).sum(-1)
         bias = centre - loss - (on_s * local.scores[0]).flatten(2).sum(-1)

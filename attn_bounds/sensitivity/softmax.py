@@ -265,8 +265,8 @@ def best_row_shift(a: Tensor, planes: SoftmaxPlanes) -> Tensor:
     return a.gather(-1, best)
 
 
-def weights_lower_plane(a: Tensor, planes: SoftmaxPlanes, shift: Tensor | float = 0.0) -> WeightsPlane:
-    """Lower bound of `⟨a, softmax(S)⟩`, linear in S.
+def weights_lower_planes(a: Tensor, planes: SoftmaxPlanes, shift: Tensor | float = 0.0) -> WeightsPlane:
+    """Lower bound of every row of `⟨a, softmax(S)⟩`, linear in S.
 
     Every row of probabilities sums to 1, so a constant t may be taken from a row of coefficients and given
     back as a bias; with a good t the rest is small, and so is what the planes lose on it.
@@ -278,7 +278,7 @@ def weights_lower_plane(a: Tensor, planes: SoftmaxPlanes, shift: Tensor | float 
             (spec, batch, …, n, 1). Any value is valid.
 
     Returns:
-        coefficients (spec, batch, …, n, m), bias (spec, batch).
+        coefficients (spec, batch, …, n, m), bias (spec, batch, …, n).
     """
     t = best_row_shift(a, planes)
     if isinstance(shift, Tensor) or shift != 0.0:
@@ -289,8 +289,13 @@ def weights_lower_plane(a: Tensor, planes: SoftmaxPlanes, shift: Tensor | float 
     scores = positive * planes.low_own - (positive * planes.low_others).sum(-1, keepdim=True) * planes.chord
     scores = scores + up - up.sum(-1, keepdim=True) * planes.weights
     const = positive * planes.low + negative * planes.high - scores * planes.centre
-    bias = const.flatten(2).sum(-1) + t.flatten(2).sum(-1)
-    return WeightsPlane(scores, bias)
+    return WeightsPlane(scores, const.sum(-1) + t.squeeze(-1))
+
+
+def weights_lower_plane(a: Tensor, planes: SoftmaxPlanes, shift: Tensor | float = 0.0) -> WeightsPlane:
+    """`weights_lower_planes`, the rows added up: bias (spec, batch)."""
+    rows = weights_lower_planes(a, planes, shift)
+    return WeightsPlane(rows.scores, rows.bias.flatten(2).sum(-1))
 
 
 class KeyPlane(NamedTuple):

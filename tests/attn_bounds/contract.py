@@ -188,8 +188,9 @@ class BoundContract:
                     alone = torch.stack(bounds(single, c, 2.0, method))
                     if method == "alpha-crown":  # Adam shares its learning-rate decay over the batch
                         assert torch.allclose(together[:, k : k + 1], alone, rtol=0.05, atol=1e-3), str(case)
-                    else:
-                        assert torch.allclose(together[:, k : k + 1], alone, rtol=1e-9, atol=1e-9), str(case)
+                    else:  # many steps of a descent amplify rounding
+                        near = 1e-6 if method == "sensitivity-alpha" else 1e-9
+                        assert torch.allclose(together[:, k : k + 1], alone, rtol=near, atol=near), str(case)
 
     def test_float32_agrees_with_float64(self) -> None:
         for case in self.cases()[:4]:
