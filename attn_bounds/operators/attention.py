@@ -326,7 +326,7 @@ class BoundL2Scores(BoundAttentionScores):
 
     def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         q, k = self.inputs[:2]
-        tangent: Tensor | float = 0.0 if alpha is None else 2.0 * alpha - 1.0
+        tangent: Tensor | float = 0.0 if alpha is None else alpha - 0.5  # within half of the box
         plane = distance_lower_plane(-self.scale * a, *_box(q), *_box(k), tangent, self.same)
         coefficients: list[Tensor | None] = [_fit(plane.x, q), _fit(plane.y, k)]
         bias = plane.bias

@@ -107,7 +107,7 @@ class TestQueriesKeysValuesAsInputs(BoundContract):
     def cases() -> list[Case]:
         constants = tensor(1, 2, 3, 3), tensor(2, 2, 3, 2)
         return [
-            roots_case("all perturbed", 2, 3, 3, [0, 1, 2], 0.1, 1.0, 0),
+            roots_case("all perturbed", 2, 3, 3, [0, 1, 2], 0.2, 1.0, 20),
             roots_case("cross-attention", 1, 2, 4, [0, 1, 2], 0.3, 1.0, 1),
             Case("tied", Tied(), [tensor(3, 1, 2, 3, 3), tensor(4, 1, 2, 3, 2)], [0, 1], 0.3),
             Case(
