@@ -100,10 +100,15 @@ class ContractiveL2SelfAttention(L2SelfAttention):
     def rescale(self) -> None:
         """Set the factor for the present weights: `contraction` over the Lipschitz constant, at most 1."""
         with torch.no_grad():
-            bound = self.lipschitz(self.tokens, self.p).double()
+            bound = super().lipschitz(self.tokens, self.p).double()
             factor = self.contraction / bound.clamp(min=self.contraction)
             # the factor itself and the product with it are rounded
             self.factor.copy_(factor * (1.0 - 4.0 * torch.finfo(self.factor.dtype).eps))
+
+    def lipschitz(self, tokens: int, p: float = 2.0) -> Tensor:
+        """Of G, with the factor as it stands: at most `contraction` for its own `tokens` and p."""
+        rounding = 1.0 + 2.0 * torch.finfo(self.factor.dtype).eps
+        return super().lipschitz(tokens, p) * self.factor * rounding
 
     def train(self, mode: bool = True) -> ContractiveL2SelfAttention:
         super().train(mode)
@@ -135,8 +140,8 @@ class ContractiveL2SelfAttention(L2SelfAttention):
             InputError: the weights were changed since the factor was set (`rescale`), or the tolerance is not
                 reached within `max_steps`.
         """
-        bound = float(self.lipschitz(self.tokens, self.p)) * float(self.factor)
-        if bound > self.contraction * (1.0 + 1e-5):
+        bound = float(self.lipschitz(self.tokens, self.p))
+        if bound > self.contraction:
             raise InputError(f"the weights allow a Lipschitz constant of {bound:.4g}: call rescale()")
         q, x = self.contraction, y
         for step in range(1, max_steps + 1):

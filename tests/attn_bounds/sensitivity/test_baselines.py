@@ -98,7 +98,7 @@ def adam(
     value: Callable[[list[Tensor]], Tensor],
     project: Callable[[list[Tensor]], list[Tensor]],
     rates: list[Tensor],
-    steps: int = 100,
+    steps: int = 60,
 ) -> Tensor:
     """Largest value (batch,) that Adam with projections finds; value returns (starts, batch)."""
     first = [torch.zeros_like(p) for p in parameters]

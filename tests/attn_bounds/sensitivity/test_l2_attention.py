@@ -141,6 +141,7 @@ def test_contraction(p: float) -> None:
         start = torch.cat([f * rand(seed + 10 * i, COPIES, 3, 4) for i, f in enumerate((0.1, 0.5, 2.0))])
         assert torch.allclose(module(start), module.factor * torch.func.vmap(layer)(start, *weights))
         norm = module.factor * largest(start, weights, p, steps=40).amax()
+        assert module.lipschitz(3, p) <= contraction and module.float().eval().lipschitz(3, p) <= contraction
         assert 0.01 * contraction < norm <= contraction < 1.0
 
 
