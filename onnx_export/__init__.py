@@ -1,7 +1,14 @@
 """ONNX in and out: load transformers as torch modules whose attention is recognised."""
 
 from .load import ModelInfo, OnnxModule, Oracle, inspect, load
-from .ops import attention, attention_average, attention_scores, attention_weights
+from .ops import (
+    attention,
+    attention_average,
+    attention_scores,
+    attention_weights,
+    l2_attention,
+    l2_scores,
+)
 from .simplify import Attention
 
 __all__ = [
@@ -14,5 +21,7 @@ __all__ = [
     "attention_scores",
     "attention_weights",
     "inspect",
+    "l2_attention",
+    "l2_scores",
     "load",
 ]

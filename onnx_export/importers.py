@@ -2,7 +2,7 @@
 
 An importer sees the node, its constant inputs (None where an input is data) and the shapes of one sample;
 it returns a torch function of the data inputs. What it emits is a small vocabulary (linear maps, `x * c`,
-`x + c`, reshapes that keep the batch, activations, the three attention operators) that every version of
+`x + c`, reshapes that keep the batch, activations, the attention operators) that every version of
 auto_LiRPA bounds correctly. Constants are computed in float64 and rounded once.
 """
 
@@ -347,15 +347,16 @@ def cast(ctx: Context) -> Function:
 
 
 def attention_scores(ctx: Context) -> Function:
+    scores = ops.l2_scores if ctx.node.op_type == "L2Scores" else ops.attention_scores
     scale = ctx.attr_float("scale", 1.0)
     mask = ctx.optional(2)
     if mask is None:
-        return lambda q, k: ops.attention_scores(q, k, scale=scale)
+        return lambda q, k: scores(q, k, scale=scale)
     if bool((mask <= FULLY_MASKED).all(-1).any()):
         raise Unsupported("the mask excludes every key of some query")
     # −inf would turn into NaN as soon as it is multiplied by a zero coefficient; e^−1e9 is 0 all the same.
     get = ctx.parameter(ctx.unbatched(mask).clamp(min=-1e9))
-    return lambda q, k: ops.attention_scores(q, k, get(), scale=scale)
+    return lambda q, k: scores(q, k, get(), scale=scale)
 
 
 # an importer returns one function, or a list with one per output
@@ -389,6 +390,7 @@ IMPORTERS: dict[tuple[str, str], Callable[[Context], Function | list[Function]]]
     ("", "Dropout"): identity,
     ("", "Cast"): cast,
     (ops.DOMAIN, "AttentionScores"): attention_scores,
+    (ops.DOMAIN, "L2Scores"): attention_scores,
     (ops.DOMAIN, "AttentionWeights"): unary(ops.attention_weights),
     (ops.DOMAIN, "AttentionAverage"): unary(ops.attention_average),
 }

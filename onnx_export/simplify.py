@@ -2,11 +2,14 @@
 
 Folding, shape inference and rewriting are `onnx_ir`'s and `onnxscript`'s. What is ours is `fuse_attention`,
 which recognises attention by what the subgraph computes: a Softmax over the last axis whose input is a
-scaled and masked product of two tensors and whose output multiplies a third.
+scaled and masked product of two tensors, or the squared distances of their rows, and whose output multiplies
+a third.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +43,7 @@ class Attention:
     value_dim: int
     masked: bool
     scale: float
+    distance: bool = False  # scores are −scale · squared distances, not scale · products
 
 
 def read(path: str | Path) -> ir.Model:
@@ -185,11 +189,169 @@ def _scores(value: ir.Value) -> tuple[ir.Node, float, np.ndarray | None] | None:
     return None
 
 
+def _terms(
+    value: ir.Value, factor: float, terms: list[tuple[float, ir.Value]], masks: list[np.ndarray]
+) -> bool:
+    """Take a value apart into `Σ factor · term + masks`, the masks constant; False where that cannot be."""
+    node = value.producer()
+    if value.is_graph_output():
+        return False
+    if node is None or node.op_type not in ("Add", "Sub", "Mul", "Div", "Neg"):
+        terms.append((factor, value))
+        return True
+    inputs = list(node.inputs)
+    if node.op_type == "Neg":
+        assert inputs[0] is not None
+        return _terms(inputs[0], -factor, terms, masks)
+    if node.op_type in ("Mul", "Div"):
+        pair = _operands(node)
+        if pair is None or pair[1].size != 1:
+            terms.append((factor, value))
+            return True
+        c = float(pair[1].reshape(()))
+        return _terms(pair[0], factor * c if node.op_type == "Mul" else factor / c, terms, masks)
+    for operand, sign in zip(inputs, (1.0, -1.0 if node.op_type == "Sub" else 1.0), strict=True):
+        if operand is None:
+            return False
+        if (c_array := constant(operand)) is not None:
+            masks.append(c_array.astype(np.float64) * (sign * factor))
+        elif not _terms(operand, sign * factor, terms, masks):
+            return False
+    return True
+
+
+def _untransposed(value: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
+    """The value behind any Transposes, and their joint permutation."""
+    assert value.shape is not None
+    perm = tuple(range(len(value.shape)))
+    while (node := value.producer()) is not None and node.op_type == "Transpose":
+        own = node.attributes.get_ints("perm", None) or list(range(len(perm)))[::-1]
+        perm = tuple(own[i] for i in perm)
+        assert node.inputs[0] is not None
+        value = node.inputs[0]
+    return value, perm
+
+
+def _is_swapped(a: ir.Value, b: ir.Value) -> bool:
+    """Whether a is b with its last two axes exchanged."""
+    (source_a, perm_a), (source_b, perm_b) = _untransposed(a), _untransposed(b)
+    return source_a is source_b and perm_a == (*perm_b[:-2], perm_b[-1], perm_b[-2])
+
+
+def _square_norm(value: ir.Value) -> tuple[ir.Value, tuple[int, ...]] | None:
+    """The x of `Σ x²` over the last axis, and the shape in which it arrives, axes of size 1 put anywhere."""
+    shape = value.shape
+    if shape is None or not shape.is_static():
+        return None
+    wanted = tuple(int(d) for d in shape.numpy())
+    while (node := value.producer()) is not None and node.op_type in (
+        "Unsqueeze",
+        "Squeeze",
+        "Reshape",
+        "Transpose",
+        "Identity",
+    ):
+        source = node.inputs[0]
+        if source is None or source.shape is None or not source.shape.is_static():
+            return None
+        if node.op_type == "Transpose":  # only axes of size 1 may pass others
+            sizes = source.shape.numpy()
+            perm = node.attributes.get_ints("perm", None) or list(range(len(sizes)))[::-1]
+            kept = [p for p in perm if sizes[p] != 1]
+            if kept != sorted(kept):
+                return None
+        value = source
+    if node is None or node.op_type not in ("ReduceSum", "ReduceSumSquare"):
+        return None
+    square = node.inputs[0]
+    axes = node.attributes.get_ints("axes", None)
+    if axes is None and len(node.inputs) > 1 and (given := constant(node.inputs[1])) is not None:
+        axes = [int(v) for v in given.reshape(-1)]
+    if square is None or square.shape is None or axes is None or len(axes) != 1:
+        return None
+    if axes[0] not in (-1, len(square.shape) - 1):
+        return None
+    if node.op_type == "ReduceSumSquare":
+        return square, wanted
+    product = square.producer()
+    if product is None or len(product.inputs) != 2:
+        return None
+    first, second = product.inputs
+    exponent = constant(second) if product.op_type == "Pow" else None
+    squared = product.op_type == "Mul" and first is second
+    if exponent is not None and exponent.size == 1:
+        squared = float(exponent.reshape(())) == 2.0
+    return (first, wanted) if squared and first is not None else None
+
+
+def _distances(value: ir.Value) -> tuple[ir.Node, ir.Value, ir.Value, float, np.ndarray | None] | None:
+    """(MatMul node, query, key, scale, mask) of `mask − scale (‖q_i‖² − 2 q_i · k_j + ‖k_j‖²)`.
+
+    The term of the queries may be missing: the softmax does not see it.
+    """
+    terms: list[tuple[float, ir.Value]] = []
+    masks: list[np.ndarray] = []
+    if not _terms(value, 1.0, terms, masks):
+        return None
+    products = [
+        (f, v.producer()) for f, v in terms if (node := v.producer()) is not None and node.op_type == "MatMul"
+    ]
+    norms = [(f, found) for f, v in terms if (found := _square_norm(v)) is not None]
+    if len(products) != 1 or len(products) + len(norms) != len(terms) or not 1 <= len(norms) <= 2:
+        return None
+    factor, product = products[0]
+    assert product is not None
+    if any(v is None or constant(v) is not None for v in product.inputs):
+        return None
+    mask = None if not masks else sum(masks[1:], masks[0])
+    queries, keys = (_unscaled(v) for v in product.inputs if v is not None)
+    for (q_factor, query), (k_factor, key_t) in itertools.product(queries, keys):
+        scale = factor * q_factor * k_factor / 2.0
+        key = _matched(query, key_t, [n for f, n in norms if math.isclose(f, -scale, rel_tol=1e-6)])
+        if key is not None and all(math.isclose(f, -scale, rel_tol=1e-6) for f, _ in norms):
+            return product, query, key, scale, mask
+    return None
+
+
+def _unscaled(value: ir.Value) -> list[tuple[float, ir.Value]]:
+    """(factor, v) with `value = factor · v`: the value itself, and behind each constant factor."""
+    found = [(1.0, value)]
+    while (node := value.producer()) is not None and node.op_type in ("Mul", "Div"):
+        pair = _operands(node)
+        if pair is None or pair[1].size != 1:
+            break
+        value, c = pair[0], float(pair[1].reshape(()))
+        found.append((found[-1][0] * (c if node.op_type == "Mul" else 1.0 / c), value))
+    return found
+
+
+def _matched(
+    query: ir.Value, key_t: ir.Value, norms: list[tuple[ir.Value, tuple[int, ...]]]
+) -> ir.Value | None:
+    """The keys, if the squared norms are those of the columns of key_t, and of the rows of query if any."""
+    if query.shape is None or key_t.shape is None:
+        return None
+    if not (query.shape.is_static() and key_t.shape.is_static()) or len(query.shape) != len(key_t.shape):
+        return None
+    lead, n, m = tuple(query.shape.numpy()[:-2]), query.shape.numpy()[-2], key_t.shape.numpy()[-1]
+    key: ir.Value | None = None
+    row = False
+    for source, shape in norms:
+        if key is None and shape == (*lead, 1, m) and _is_swapped(key_t, source):
+            key = source
+        elif not row and shape == (*lead, n, 1) and source is query:
+            row = True
+        else:
+            return None
+    return key
+
+
 def fuse_attention(model: ir.Model) -> list[Attention]:
     """Replace each recognised attention by the three operators of `ops.py`, in place.
 
     Recognised: `Softmax(mask + scale · A B) C` with the softmax over the last axis, scale and mask constant
-    and in any order. The key operand is `Bᵀ`; a Transpose that already stands there is merged.
+    and in any order. The key operand is `Bᵀ`; a Transpose that already stands there is merged. And, in place
+    of `A B`, squared distances `‖a_i‖² − 2 a_i · b_j + ‖b_j‖²`, the first term at will.
 
     Returns:
         What was found, in graph order. A Softmax that fits no attention is left as it is.
@@ -208,11 +370,15 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
             or consumer.inputs[0] is not weights
         ):
             continue
-        walked = _scores(scores_in)
-        if walked is None:
+        key: ir.Value | None = None
+        if (walked := _scores(scores_in)) is not None:
+            product, scale, mask = walked
+            query, key_t = product.inputs
+        elif len(list(scores_in.uses())) == 1 and (distances := _distances(scores_in)) is not None:
+            product, query, key, scale, mask = distances
+            key_t = product.inputs[1]
+        else:
             continue
-        product, scale, mask = walked
-        query, key_t = product.inputs
         value, out = consumer.inputs[1], consumer.outputs[0]
         shapes = [v.shape if v is not None else None for v in (query, key_t, value)]
         if any(s is None or not s.is_static() or len(s) < 3 for s in shapes):
@@ -220,19 +386,23 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
         assert query is not None and key_t is not None and value is not None
         assert query.shape and key_t.shape and value.shape
         rank = len(key_t.shape)
-        swap = ir.Node(
-            "",
-            "Transpose",
-            [key_t],
-            [ir.AttrInt64s("perm", [*range(rank - 2), rank - 1, rank - 2])],
-            name=f"{product.name}/key",
-        )
-        swap.outputs[0].name = f"{key_t.name}/key"
         q_shape, k_shape, v_shape = (s.numpy() for s in (query.shape, key_t.shape, value.shape))
-        swap.outputs[0].shape = ir.Shape([*k_shape[:-2], k_shape[-1], k_shape[-2]])
-        if key_t.dtype is not None:
-            swap.outputs[0].dtype = key_t.dtype
-        inputs: list[ir.Value] = [query, swap.outputs[0]]
+        added: list[ir.Node] = []
+        kind = "AttentionScores" if key is None else "L2Scores"
+        if key is None:
+            swap = ir.Node(
+                "",
+                "Transpose",
+                [key_t],
+                [ir.AttrInt64s("perm", [*range(rank - 2), rank - 1, rank - 2])],
+                name=f"{product.name}/key",
+            )
+            key, added = swap.outputs[0], [swap]
+            key.name = f"{key_t.name}/key"
+            key.shape = ir.Shape([*k_shape[:-2], k_shape[-1], k_shape[-2]])
+            if key_t.dtype is not None:
+                key.dtype = key_t.dtype
+        inputs: list[ir.Value] = [query, key]
         if mask is not None:
             dtype = np.float32 if query.dtype in (None, ir.DataType.FLOAT) else np.float64
             tensor = ir.tensor(mask.astype(dtype), name=f"{product.name}/mask")
@@ -241,10 +411,10 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
             inputs.append(mask_value)
         scores = ir.Node(
             DOMAIN,
-            "AttentionScores",
+            kind,
             inputs,
             [ir.AttrFloat32("scale", scale)],
-            name=f"{product.name}/AttentionScores",
+            name=f"{product.name}/{kind}",
         )
         probs = ir.Node(DOMAIN, "AttentionWeights", [scores.outputs[0]], name=f"{node.name}/AttentionWeights")
         average = ir.Node(
@@ -262,7 +432,7 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
             graph,
             consumer,
             [consumer],
-            [swap, scores, probs, average],
+            [*added, scores, probs, average],
             [out],
             [average.outputs[0]],
         )
@@ -278,6 +448,7 @@ def fuse_attention(model: ir.Model) -> list[Attention]:
                 value_dim=v_shape[-1],
                 masked=mask is not None,
                 scale=scale,
+                distance=kind == "L2Scores",
             )
         )
     ir.passes.common.RemoveUnusedNodesPass()(model)

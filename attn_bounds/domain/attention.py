@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..norms import spectral_norm_upper
+from ..norms import gram_norm_upper, spectral_norm_upper
+from ..sensitivity.distance import squared_distances
 from ..sensitivity.remainder import RowData, bilinear_range_of_ball, chi, psi, weighted_deviation
 from ..sensitivity.softmax import probability_box
 from .forms import AffineForm, Groups, Rest
@@ -71,6 +72,59 @@ def scores_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups)
     cancelled = q.centre.double().abs() @ k_moves.mT + q_moves @ k.centre.double().abs().mT
     entry = entry + (groups.growth - 1.0) * cancelled
     return low - size * entry, high + size * entry
+
+
+def distance_remainder(q: AffineForm, k: AffineForm, scale: float, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Range of `−scale · ‖dq_i − dk_j‖²`, the second-order part of L2 scores: (batch, heads, n, m), float64.
+
+    The differences are formed symbol by symbol, so that what moves both rows moves neither; with one tensor
+    as queries and keys a token's score with itself has none. Per group the length is at most the root of the
+    sum of squared supports; for group 0, an l1 or l2 ball, also the spectral norm of its generators.
+    """
+    first = groups.sets[0]
+    symbols = max(q.symbols, k.symbols)
+    q_g, k_g = q.padded(symbols), k.padded(symbols)
+    batch, heads, n, dk = q.centre.shape
+    shape = (batch, heads, n, k.centre.shape[2])
+    whole = torch.zeros(shape, dtype=torch.float64)  # Σ over features of the squared range of d
+    own, rest = whole.clone(), whole.clone()  # of the supports of group 0, and of all the others
+    # the generators are rounded relative to themselves, and may cancel in the differences
+    q_moves, k_moves = _moves(q, groups), _moves(k, groups)
+    room = (groups.growth - 1.0) * (q_moves.unsqueeze(-2) + k_moves.unsqueeze(-3))
+    for i in range(dk):
+        d = q_g[..., i].unsqueeze(-1) - k_g[..., i].unsqueeze(-2)
+        supports = [s.double() for s in groups.supports(d)]
+        others = sum(supports[1:], torch.zeros_like(whole)) + room[..., i]
+        for part, turn in ((q.rest, -1), (k.rest, -2)):
+            if part is not None:
+                others = others + groups.growth * part.box[..., i].double().unsqueeze(turn)
+        whole += (supports[0] + others).square()
+        own += supports[0].square()
+        rest += others.square()
+    if isinstance(first, Ball) and first.radius is not None and whole.numel() * dk**3 <= EXACT_WORK:
+        g_q, g_k = (
+            groups.parts(x.generators)[0][1].reshape(batch, -1, *x.centre.shape[1:]).double() for x in (q, k)
+        )
+        cross = torch.einsum("bzhnd,bzhme->bhnmde", g_q, g_k)
+        gram_q, gram_k = (torch.einsum("bzhnd,bzhne->bhnde", g, g) for g in (g_q, g_k))
+        gram = gram_q.unsqueeze(3) + gram_k.unsqueeze(2) - cross - cross.mT
+        lost = (
+            64.0 * torch.finfo(gram.dtype).eps * (_trace(gram_q).unsqueeze(3) + _trace(gram_k).unsqueeze(2))
+        )
+        own = torch.minimum(own, groups.growth**2 * (gram_norm_upper(gram) + lost))
+    far = -scale * torch.minimum(whole, (own.sqrt() + rest.sqrt()).square()) * (1.0 + 1e-12)
+    # as in the scores' own generators, which `_rows` sums up from these
+    middle = k.centre.double().mean(-2, keepdim=True)
+    q_size, k_size = (q.centre.double() - middle).abs(), (k.centre.double() - middle).abs()
+    cancelled = (q_size * q_moves).sum(-1, keepdim=True) + (k_size * k_moves).sum(-1).unsqueeze(-2)
+    cancelled = cancelled + q_size @ k_moves.mT + q_moves @ k_size.mT
+    slack = 2.0 * abs(scale) * (groups.growth - 1.0) * cancelled
+    return far.clamp(max=0.0) - slack, far.clamp(min=0.0) + slack
+
+
+def _moves(x: AffineForm, groups: Groups) -> Tensor:
+    """Bound of what all groups together move each entry by, float64."""
+    return torch.stack([s.double() for s in groups.supports(x.generators)]).sum(0)
 
 
 def _ellipsoids(x: AffineForm, supports: list[Tensor], groups: Groups) -> list[Tensor]:
@@ -190,13 +244,21 @@ class Local:
 
 
 def attention(
-    q: AffineForm, k: AffineForm, v: AffineForm, scale: float, mask: Tensor | None, groups: Groups, label: str
+    q: AffineForm,
+    k: AffineForm,
+    v: AffineForm,
+    scale: float,
+    mask: Tensor | None,
+    groups: Groups,
+    label: str,
+    distance: bool = False,
 ) -> tuple[AffineForm, tuple[Tensor, Tensor], Local | None]:
     """Attention exactly to first order, with the second-order remainder as a new error set.
 
     Arguments:
         q, k, v: (batch, heads, n, dk), (batch, heads, m, dk), (batch, heads, m, dv).
         mask: additive constant or None.
+        distance: scores are `−scale ‖q_i − k_j‖²`, and not `scale · q_i · k_j`.
 
     Returns:
         form of the output (batch, heads, n, dv); (lower, upper) probabilities, (batch, heads, n, m); and
@@ -214,7 +276,7 @@ def attention(
         q_rest = None if q.rest is None else Rest(q.rest.box[:, :, part], q.rest.norm[:, :, part])
         rows = AffineForm(q.centre[:, :, part], q.generators[:, :, :, part], q_rest)
         own_mask = mask if mask is None or mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., part, :]
-        blocks.append(_rows(rows, k, v, scale, own_mask, groups, keep))
+        blocks.append(_rows(rows, k, v, scale, own_mask, groups, keep, distance))
 
     def whole(pieces: list[Tensor], axis: int = 2) -> Tensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
@@ -288,18 +350,30 @@ def _rows(
     mask: Tensor | None,
     groups: Groups,
     keep: bool,
+    distance: bool,
 ) -> _Rows:
     """What a block of query rows needs: the scores' generators are given up with it."""
     dtype = q.centre.dtype
     symbols = max(q.symbols, k.symbols)
     # scores: linear part, and the bilinear remainder with its midpoint moved into the centre
     # what all keys share moves no probability, and would only be rounded
-    keys = k.centre - k.centre.mean(-2, keepdim=True)
+    middle = k.centre.mean(-2, keepdim=True)
+    keys, queries = k.centre - middle, q.centre
     moves = k.padded(symbols)
-    moves = moves - moves.mean(-2, keepdim=True)
-    linear = scale * (q.padded(symbols) @ keys.unsqueeze(1).mT + q.centre.unsqueeze(1) @ moves.mT)
-    b_low, b_high = scores_remainder(q, k, scale, groups)
-    centre = scale * (q.centre.double() @ k.centre.double().mT) + (b_low + b_high) / 2
+    shared = moves.mean(-2, keepdim=True)
+    moves = moves - shared
+    factor = scale
+    if distance:  # −‖q−k‖² is 2 q·k − ‖k‖² up to row constants, and does not change when both are shifted
+        factor, queries = 2.0 * scale, queries - middle
+    linear = factor * (q.padded(symbols) @ keys.unsqueeze(1).mT + queries.unsqueeze(1) @ moves.mT)
+    if distance:
+        linear = linear - factor * (keys.unsqueeze(1) * k.padded(symbols)).sum(-1).unsqueeze(-2)
+        b_low, b_high = distance_remainder(q, k, scale, groups)
+        exact = -scale * squared_distances(q.centre.double(), k.centre.double())
+    else:
+        b_low, b_high = scores_remainder(q, k, scale, groups)
+        exact = scale * (q.centre.double() @ k.centre.double().mT)
+    centre = exact + (b_low + b_high) / 2
     if mask is not None:
         centre = centre + mask.double()
     b = (b_high - b_low) / 2
@@ -310,7 +384,10 @@ def _rows(
         return (t * (1.0 - 2.0 * p) + (p * t).sum(-1, keepdim=True)).clamp(min=0.0)
 
     uncentred = linear
-    if groups.backward:  # what all keys share counts for the scores themselves
+    if groups.backward and distance:  # what all keys share counts for the scores themselves
+        row = queries.unsqueeze(1) * (shared - q.padded(symbols))
+        uncentred = linear + factor * row.sum(-1, keepdim=True)
+    elif groups.backward:
         uncentred = linear + scale * (
             q.padded(symbols) @ (k.centre - keys).unsqueeze(1).mT
             + q.centre.unsqueeze(1) @ (k.padded(symbols) - moves).mT
@@ -318,7 +395,8 @@ def _rows(
     # a constant per row does not change the softmax: centre D at its average
     linear = linear - (linear * p.to(dtype).unsqueeze(1)).sum(-1, keepdim=True)
     ranges = groups.ranges(linear)
-    score_rest = centred(_scores_rest(q, k, keys, scale, groups))
+    first_order = _distances_rest if distance else _scores_rest
+    score_rest = centred(first_order(q, k, keys, scale, groups))
     if q.rest is not None or k.rest is not None:
         ranges.append((-score_rest, score_rest))
     supports = [torch.maximum(-down, up).double() for down, up in ranges]
@@ -327,7 +405,7 @@ def _rows(
     scores = None
     if groups.backward:
         whole_low, whole_high = groups.total(groups.ranges(uncentred), uncentred[:, 0])
-        extra = _scores_rest(q, k, k.centre, scale, groups)
+        extra = first_order(q, k, k.centre, scale, groups)
         scores = centre, centre + whole_low.double() - b - extra, centre + whole_high.double() + b + extra
     grams = groups.grams(linear)
     grams += [None] * (len(supports) - len(grams))
@@ -403,4 +481,19 @@ def _scores_rest(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, group
         ).unsqueeze(-2)
         bound = torch.minimum(by_box, by_norm) * (abs(scale) * groups.growth)
         total = total + (bound.mT if turn else bound)
+    return total
+
+
+def _distances_rest(q: AffineForm, k: AffineForm, keys: Tensor, scale: float, groups: Groups) -> Tensor:
+    """As `_scores_rest`, for L2 scores: `2 |scale| |(q_i − k_j) · (dq_i − dk_j)|`. keys is not read."""
+    total = torch.zeros((*q.centre.shape[:3], k.centre.shape[2]), dtype=torch.float64)
+    if q.rest is None and k.rest is None:
+        return total
+    apart = (q.centre.double().unsqueeze(-2) - k.centre.double().unsqueeze(-3)).abs()
+    length = torch.linalg.vector_norm(apart, dim=-1)
+    for rest, turn in ((q.rest, -2), (k.rest, -3)):
+        if rest is not None:
+            by_box = (apart * rest.box.double().unsqueeze(turn)).sum(-1)
+            by_norm = length * rest.norm.double().unsqueeze(turn + 1)
+            total = total + torch.minimum(by_box, by_norm) * (2.0 * abs(scale) * groups.growth)
     return total

@@ -16,6 +16,7 @@ from .products import concatenate, divide, matmul, multiply, subtract
 from .softmax import softmax
 
 SCORES, WEIGHTS, AVERAGE = "BoundAttentionScores", "BoundAttentionWeights", "BoundAttentionAverage"
+L2_SCORES = "BoundL2Scores"
 PRODUCTS = {"BoundMatMul", "RepairedMatMul"}
 SOFTMAX = {"BoundSoftmax", "RepairedSoftmax", WEIGHTS}
 
@@ -36,7 +37,7 @@ def value(node: Any) -> Any:
 def is_unit(average: Any) -> bool:
     """Whether an average, its weights and their scores belong together: then they are bounded as one."""
     scores, weights, _ = average.inputs
-    return kind(scores) == SCORES and kind(weights) == WEIGHTS and weights.inputs[0] is scores
+    return kind(scores) in (SCORES, L2_SCORES) and kind(weights) == WEIGHTS and weights.inputs[0] is scores
 
 
 def split_softmax(node: Any) -> tuple[Any, int] | None:
@@ -113,7 +114,7 @@ def handles(node: Any, moving: list[Any]) -> bool:
         return name == WEIGHTS or _axis(node.axis, len(node.output_shape)) != 0
     if (whole := split_softmax(node)) is not None:
         return whole[1] != 0
-    if name == SCORES:
+    if name in (SCORES, L2_SCORES):
         return aligned(node, moving)
     if name == AVERAGE:
         return not is_unit(node) and aligned(node, moving)
@@ -166,9 +167,20 @@ def apply(
         output, (low, high) = softmax(turned, groups, label)
         bounds[node.name] = low.transpose(axis, -1), high.transpose(axis, -1)
         return output.linear(lambda t: t.transpose(axis, -1))
-    if name == SCORES:
+    if name in (SCORES, L2_SCORES):
         q, k = form(node.inputs[0]), form(node.inputs[1])
-        scores = matmul(q.linear(lambda t: node.scale * t), k.linear(lambda t: t.mT), groups, label)
+        factor = node.scale if name == SCORES else 2.0 * node.scale
+        scores = matmul(q.linear(lambda t: factor * t), k.linear(lambda t: t.mT), groups, label)
+        if name == L2_SCORES:  # −‖q − k‖² = 2 q·k − ‖q‖² − ‖k‖²
+            for x, turn in ((q, False), (k, True)):
+                squares, _ = activation(x, SQUARE, groups, f"{label} squares")
+                shape = scores.centre.shape[1:]
+
+                def spread(t: Tensor, turn: bool = turn, shape: torch.Size = shape) -> Tensor:
+                    norms = -node.scale * t.sum(-1, keepdim=True)
+                    return (norms.mT if turn else norms).expand(len(t), *shape)
+
+                scores = scores + squares.linear(spread)
         if len(node.inputs) > 2:
             mask = value(node.inputs[2]).to(scores.centre)
             scores = AffineForm(scores.centre + mask, scores.generators)

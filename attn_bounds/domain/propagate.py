@@ -19,7 +19,7 @@ from .forms import NO_SYMBOLS, AffineForm, Groups
 from .inputs import Input
 from .joint import QUICK, Effort, joint_losses
 from .linear import LINEAR, image, maps
-from .nodes import AVERAGE, is_unit, reads
+from .nodes import AVERAGE, L2_SCORES, is_unit, reads
 from .nodes import kind as _kind
 from .nodes import value as _value
 from .rules import relu
@@ -319,7 +319,8 @@ class Domain:
         mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
         given = {n.name: self._form(n, forms, groups, rank) for n in (query, key, value_node)}
         q, k, v = (_as_heads(given[n.name]) for n in (query, key, value_node))
-        output, box, found = attention(q, k, v, scores_node.scale, mask, groups, label)
+        distance = _kind(scores_node) == L2_SCORES
+        output, box, found = attention(q, k, v, scores_node.scale, mask, groups, label, distance)
         shape = weights_node.output_shape[1:]
         dtype = q.centre.dtype
         bounds[weights_node.name] = _outward(box[0], box[1], dtype, shape)

@@ -1,4 +1,4 @@
-"""Bound operators of one attention unit: Scores(Q, K), Weights(S), Average(S, P, V).
+"""Bound operators of one attention unit: Scores(Q, K) or L2Scores(Q, K), Weights(S), Average(S, P, V).
 
 Each offers interval bounds, a backward pass (CROWN) and a forward pass. The backward pass is written once,
 for lower bounds; an upper bound of a functional is minus the lower bound of its negative.
@@ -28,6 +28,13 @@ from torch import Tensor
 from ..errors import InputError
 from ..lirpa import BoundOptimizableActivation, LinearBound
 from ..sensitivity.bilinear import Plane, product_lower_plane, product_range
+from ..sensitivity.distance import (
+    distance_lower_plane,
+    distance_range,
+    distance_slack,
+    slope,
+    squared_distances,
+)
 from ..sensitivity.softmax import (
     FULLY_MASKED,
     average_range,
@@ -56,7 +63,7 @@ def _fit(a: Tensor | None, node: Any) -> Tensor | None:
 
 
 class BoundAttentionOperator(BoundOptimizableActivation):
-    """What the three operators share: both sides from one lower plane, and the α of the final node.
+    """What the operators share: both sides from one lower plane, and the α of the final node.
 
     A subclass gives `requires_input_bounds`, `interval_propagate`, `bound_forward`, `lower_plane` and
     `alpha_shape`.
@@ -214,8 +221,11 @@ class BoundAttentionScores(BoundAttentionOperator):
     def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None and bool((mask.amax(-1) <= FULLY_MASKED).any()):
             raise InputError("the mask of an attention excludes every key of some query")
-        scores = self.scale * (q @ k.mT)
+        scores = self._scores(q, k)
         return scores if mask is None else scores + mask
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.scale * (q @ k.mT)
 
     def _mask(self) -> Tensor | None:
         return _box(self.inputs[2])[0] if len(self.inputs) > 2 else None
@@ -286,6 +296,104 @@ class BoundAttentionScores(BoundAttentionOperator):
         if (mask := self._mask()) is not None:
             lb, ub = lb + mask, ub + mask
         return LinearBound(None if lw is None else s * lw, lb, None if uw is None else s * uw, ub)
+
+
+class BoundL2Scores(BoundAttentionScores):
+    """`S = −scale · ‖q_i − k_j‖² + mask`; inputs as those of `BoundAttentionScores`.
+
+    A plane of its own rather than products `q · k` and squares: those forget that ‖k‖² and q · k move
+    together, and lose more the farther the tokens are from 0. Where queries and keys are the same node, a
+    token's distance from itself is 0.
+    """
+
+    @property
+    def same(self) -> bool:
+        return self.inputs[0] is self.inputs[1]
+
+    def is_linear(self) -> bool:
+        return not any(node.perturbed for node in self.inputs)
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return -self.scale * squared_distances(q, k)
+
+    def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
+        (q_l, q_u), (k_l, k_u) = v[0][:2], v[1][:2]
+        ends = distance_range(q_l, q_u, k_l, k_u, self.same)
+        lower, upper = (-self.scale * t for t in (ends[::-1] if self.scale >= 0 else ends))
+        if len(v) > 2:
+            lower, upper = lower + v[2][0], upper + v[2][0]
+        return lower, upper
+
+    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+        q, k = self.inputs[:2]
+        tangent: Tensor | float = 0.0 if alpha is None else alpha - 0.5  # within half of the box
+        plane = distance_lower_plane(-self.scale * a, *_box(q), *_box(k), tangent, self.same)
+        coefficients: list[Tensor | None] = [_fit(plane.x, q), _fit(plane.y, k)]
+        bias = plane.bias
+        for i, (node, c) in enumerate(((q, plane.x), (k, plane.y))):
+            if not node.perturbed:
+                bias = bias + (c * _box(node)[0]).flatten(2).sum(-1)
+                coefficients[i] = None
+        if self.local is not None and q.perturbed and k.perturbed:
+            coefficients, bias = self._or_jacobian(a, plane, coefficients)
+        if (mask := self._mask()) is not None:
+            bias = bias + (a * mask).flatten(2).sum(-1)
+            coefficients.append(None)
+        return coefficients, bias
+
+    def _or_jacobian(
+        self, a: Tensor, plane: Plane, coefficients: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """The better of the box's plane and of the tangent at the centre plus the range of what it leaves."""
+        q, k = self.inputs[:2]
+        q0, k0 = (
+            t.reshape(-1, *n.output_shape[1:]) for t, n in ((self.local.queries, q), (self.local.keys, k))
+        )
+        low, high = (t.to(a.dtype).reshape(-1, *self.output_shape[1:]) for t in self.local.bilinear)
+        scaled = -self.scale * a
+        loss = (a.clamp(min=0.0) * low + a.clamp(max=0.0) * high).flatten(2).sum(-1)
+        on_q, on_k = slope(scaled, q0, k0)
+        at_centre = (scaled * squared_distances(q0, k0)).flatten(2).sum(-1)
+        # the slope times the point is twice the value
+        own = [_fit(on_q, q), _fit(on_k, k)], loss - at_centre
+        gap = at_centre - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
+        return _choose(-loss <= gap, own, (coefficients, plane.bias))
+
+    def bound_forward(self, dim_in: int, *x: Any) -> Any:
+        q, k = self.inputs[:2]
+        rank = len(self.output_shape)
+        (q_l, q_u), (k_l, k_u) = _batched(q, rank), _batched(k, rank)
+        q_bounds, k_bounds = _forward_bounds(q, x[0], rank), _forward_bounds(k, x[1], rank)
+        q_c, k_c = (q_l + q_u) / 2, (k_l + k_u) / 2
+        # slope on q_i in score (i, j), and minus that on k_j: (batch, …, n, m, dk)
+        c = -2.0 * self.scale * (q_c.unsqueeze(-2) - k_c.unsqueeze(-3))
+        middle = self.scale * squared_distances(q_c, k_c)
+        slack = self.scale * distance_slack((q_u - q_l) / 2, (k_u - k_l) / 2, self.same)
+
+        def product(c: Tensor, v: Tensor) -> Tensor:  # Σ_f c_ijf v_if
+            return (c @ v.unsqueeze(-1)).squeeze(-1)
+
+        def side(sign: int) -> tuple[Any, Tensor]:
+            total: list[Any] = [None, middle - (slack.clamp(min=0.0) if sign > 0 else slack.clamp(max=0.0))]
+            for slopes, (lw, uw, lb, ub), turn in (
+                (c, q_bounds, False),
+                (-c.transpose(-3, -2), k_bounds, True),
+            ):
+                if sign < 0:
+                    lw, uw, lb, ub = uw, lw, ub, lb
+                b = _signed_product(slopes, lb, ub, product)
+                total[1] = total[1] + (b.mT if turn else b)
+                if lw is not None:
+                    w = _signed_product(slopes.unsqueeze(1), lw, uw, product)
+                    w = w.mT if turn else w
+                    total[0] = w if total[0] is None else total[0] + w
+            return total[0], total[1]
+
+        lw, lb = side(+1)
+        uw, ub = side(-1)
+        if (mask := self._mask()) is not None:
+            lb, ub = lb + mask, ub + mask
+        return LinearBound(lw, lb, uw, ub)
 
 
 class BoundAttentionWeights(BoundAttentionOperator):
@@ -476,6 +584,7 @@ def operators() -> dict[str, Any]:
 
     return {
         "attn_bounds::AttentionScores": BoundAttentionScores,
+        "attn_bounds::L2Scores": BoundL2Scores,
         "attn_bounds::AttentionWeights": BoundAttentionWeights,
         "attn_bounds::AttentionAverage": BoundAttentionAverage,
         KIND: BoundInputBox,
@@ -486,5 +595,6 @@ __all__ = [
     "BoundAttentionAverage",
     "BoundAttentionScores",
     "BoundAttentionWeights",
+    "BoundL2Scores",
     "operators",
 ]

@@ -17,6 +17,7 @@ from onnx_export import attention
 
 from ..contract import BoundContract, Case
 from ..operators.test_attention import SelfAttention, mask, tensor
+from ..operators.test_l2_attention import Layer as L2Layer
 from .test_propagate import Block
 
 
@@ -47,6 +48,18 @@ class Everything(nn.Module):
         return torch.matmul(h, self.head)
 
 
+class Distances(nn.Module):
+    """Two layers of L2 self-attention: errors of the first reach queries, keys and values of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(L2Layer(4, 2, 930), L2Layer(4, 2, 940))
+        self.register_buffer("head", tensor(950, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.layers(x).mean(1), self.head)
+
+
 def cases() -> list[Case]:
     return [
         Case("two blocks", Block(4, 2, 910), [tensor(911, 1, 3, 4)], [0], 0.1),
@@ -54,6 +67,7 @@ def cases() -> list[Case]:
         Case("mask", SelfAttention(4, 2, 914, mask=mask(3, 3)), [tensor(915, 1, 3, 4)], [0], 0.3),
         Case("mean pool", Everything("mean"), [tensor(916, 1, 3, 4)], [0], 0.1),
         Case("class token", Everything("token"), [tensor(917, 1, 3, 4)], [0], 0.02),
+        Case("distances", Distances(), [tensor(918, 1, 3, 4)], [0], 0.2),
     ]
 
 
