@@ -41,7 +41,7 @@ def gram_norm_upper(gram: Tensor) -> Tensor:
         return torch.minimum(top + 8.0 * rows * torch.finfo(gram.dtype).eps * size, _grow(size, rows))
     top = _by_cholesky(gram)
     if not bool(torch.isfinite(top).all()):
-        top = torch.minimum(top.nan_to_num(nan=torch.inf), _by_gram_iteration(gram))
+        top = torch.minimum(top.nan_to_num(nan=torch.inf, posinf=torch.inf), _by_gram_iteration(gram))
     return torch.minimum(top, _grow(size, rows))
 
 

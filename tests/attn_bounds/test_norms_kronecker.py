@@ -67,7 +67,7 @@ def test_never_below_the_norm_of_the_matrix(dense_size: int) -> None:
         assert float(kronecker_sum_norm_lower(p, w, 20)) <= true * (1 + 1e-12)
         ratios.append(bound / true if true else 1.0)
     ordered = sorted(ratios)
-    assert ordered[100] < (1.001 if dense_size else 1.25) and ordered[-1] < (1.002 if dense_size else 2.5)
+    assert ordered[100] < (1.001 if dense_size else 1.1) and ordered[-1] < (1.002 if dense_size else 1.5)
 
 
 def test_the_bound_without_the_matrix_sees_heads_cancel() -> None:
@@ -82,7 +82,7 @@ def test_the_bound_without_the_matrix_sees_heads_cancel() -> None:
         assert float(naive_sum_upper(*pair)) == pytest.approx((1 + abs(factor)) * single)
 
 
-@pytest.mark.parametrize("sharp,limit", [(0.3, 1.1), (1.0, 1.15), (3.0, 1.5)])
+@pytest.mark.parametrize("sharp,limit", [(0.3, 1.02), (1.0, 1.05), (3.0, 1.1)])
 @pytest.mark.parametrize("skip", [False, True])
 def test_gap_to_power_iteration_on_attention(sharp: float, limit: float, skip: bool) -> None:
     """A Vision Transformer's shapes at a quarter of its size."""
