@@ -242,7 +242,7 @@ def key_sensitivity(
     """`ξ(X) = ‖H ⊗ I + Σ_h P_h(X) ⊗ W_hᵀ‖₂` from above: the layer with its attention held fixed.
 
     Self-attention without `context`. Otherwise by what moves: the context alone `‖N‖`, `N = Σ_h P_h ⊗ W_hᵀ`;
-    the queries alone `‖H‖`; both, in the joint l2 norm, at most `√(‖H‖² + ‖N‖²)`, which is exact for H = I, as
+    the queries alone `‖H‖`; both, in the joint l2 norm, at most `√(‖H‖² + ‖N‖²)`, exact for H = I, as
     `[H ⊗ I, N][H ⊗ I, N]ᵀ = H Hᵀ ⊗ I + N Nᵀ`.
 
     Arguments:
