@@ -39,6 +39,8 @@ def gram_norm_upper(gram: Tensor) -> Tensor:
     if rows <= EXACT_SIZE:
         top = torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0.0)
         return torch.minimum(top + 8.0 * rows * torch.finfo(gram.dtype).eps * size, _grow(size, rows))
+    if gram.dtype != torch.float64:  # what rounding may do to a large factor is too much in single precision
+        return round_up(gram_norm_upper(gram.double()), gram.dtype)
     top = _by_cholesky(gram)
     if not bool(torch.isfinite(top).all()):
         top = torch.minimum(top.nan_to_num(nan=torch.inf, posinf=torch.inf), _by_gram_iteration(gram))
