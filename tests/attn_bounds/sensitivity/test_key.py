@@ -296,6 +296,22 @@ def test_identity_weights_and_scales() -> None:
     assert scaled.factor() == 3**-0.5
 
 
+@pytest.mark.parametrize("moves", [None, "both", "queries", "context"])
+@pytest.mark.parametrize("local", [False, True])
+def test_the_bound_is_attained(moves: Moves | None, local: bool) -> None:
+    """Two tokens, scores from one feature and large values from another: every inequality is an equality.
+
+    So no factor of the second part (L = 1/2, a + b or the root of their squares) can be smaller.
+    """
+    first, second = torch.tensor([[1.0], [0.0]], dtype=F64), torch.tensor([[0.0], [1.0]], dtype=F64)
+    layer = AttentionLayer(first, first, second, second.T.contiguous(), 1, scale=1.0)
+    x = torch.tensor([[0.1, 1000.0], [-0.1, -1000.0]], dtype=F64)
+    context = x.clone() if moves else None
+    found = largest_move(layer, x, context, 1e-4, moves)
+    bound = float(layer_bound(x, 1e-4, layer, context, moves or "both", Improvements(local=local)))
+    assert 0.98 * bound <= found <= bound
+
+
 def test_query_bias_counts() -> None:
     """theory.md, section 1: without it an attack exceeds the bound."""
     case = Case(4, 4, 3, 3, 1, 1, 3, 3, None, "none", "none", False)
