@@ -1,0 +1,239 @@
+"""Upper bounds of `‖Σ_t P_t ⊗ W_tᵀ‖₂`, the norm of the linear map `E ↦ Σ_t P_t E W_t` on matrices.
+
+This is the key-sensitivity of attention (theory.md, (2); Havens et al., ICML 2024): P are attention matrices,
+W the value-output maps of the heads, and a skip connection is one more term. Up to a few thousand rows the
+matrix is formed. Beyond that four facts, each a proof by itself, are used:
+
+1. *Factorisation.* For any invertible R, `Σ P_t ⊗ W_tᵀ = Σ_j P'_j ⊗ W'_jᵀ` with `P' = RᵀP, W' = R⁻¹W` (mixing
+   the terms), and `Σ P'_j ⊗ W'_jᵀ = [P'_j ⊗ I]_j · [I ⊗ W'_jᵀ]_j`, so the norm is at most `‖Σ P'_j P'_jᵀ‖^½
+   ‖Σ W'_j W'_jᵀ‖^½`. Diagonal R is the scaled stacked bound of theory.md, never above the naive sum; over all
+   R the smallest is the Haagerup tensor norm, which does see terms cancel: equal P give `‖P‖ ‖ΣW‖`. With
+   `A_ts = tr(ρ P_t P_sᵀ)`, `B_ts = tr(σ W_t W_sᵀ)` for density matrices ρ, σ the best `G = R Rᵀ` solves `G A
+   G = B` (a geometric mean); the worst (ρ, σ) is found by Frank-Wolfe steps with top eigenvectors.
+2. The same for the transposed map, another number.
+3. *Deflation.* Rows of attention matrices sum to one, so a few token directions carry most of the norm. In
+   bases [U U⊥], [V V⊥] of the tokens the map is a 2 × 2 block matrix; the three blocks that touch U or V are
+   small enough for exact norms, the fourth gets 1 and 2, and the map is at most the norm of the 2 × 2 matrix
+   of norms.
+4. *Squaring.* `‖M‖² = ‖M Mᵀ‖`, and M Mᵀ is a sum of T² Kronecker products, to which 1 and 3 apply (2 adds
+   nothing: it is symmetric). What 1 and 3 lose is a factor, of which the root remains; as eigenvalues square,
+   they also part, and 3 nearly closes the gap. In place of 1 to 3 where T² products of d × d are cheap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norms import round_up, safe_sqrt, spectral_norm_upper
+
+DENSE_SIZE = 4000  # up to this many rows and columns the matrix is formed
+CORE_SIZE = 1000  # up to this many rows a deflated block is
+SQUARED_COST = 8e9  # operations that squaring may take
+SEARCH_STEPS = 20
+
+
+def kronecker_sum_norm_upper(p: Tensor, w: Tensor, dense_size: int = DENSE_SIZE) -> Tensor:
+    """`‖Σ_t P_t ⊗ W_tᵀ‖₂` from above. Differentiable in both arguments.
+
+    Arguments:
+        p: (…, T, n, m).
+        w: (T, d, d'), or with leading dimensions that broadcast against those of p.
+        dense_size: exact (up to rounding and 1e-3) while n·d' and m·d are on average not above it.
+
+    Returns:
+        (…) in the dtype of p; infinite where an entry is not finite.
+
+    Raises:
+        ValueError: the numbers of terms differ.
+
+    Source: the module's docstring. Beyond `dense_size` samples go one by one, each about ten seconds on one
+    core for n = 257, d = 768, T = 13.
+    """
+    if p.ndim < 3 or w.ndim < 3 or p.shape[-3] != w.shape[-3]:
+        raise ValueError(
+            f"p must be (…, T, n, m) and w (…, T, d, d'), one of each per term; got {tuple(p.shape)}, "
+            f"{tuple(w.shape)}"
+        )
+    lead = torch.broadcast_shapes(p.shape[:-3], w.shape[:-3])
+    finite = torch.isfinite(p).flatten(-3).all(-1) & torch.isfinite(w).flatten(-3).all(-1)
+    ps, ws = p.double().expand(*lead, *p.shape[-3:]), w.double()
+    terms, n, m, d_in, d_out = (*p.shape[-3:], *w.shape[-2:])
+    if terms == 0 or 0 in (n, m, d_in, d_out):
+        return p.new_zeros(lead)
+    if terms == 1:
+        value = spectral_norm_upper(ps[..., 0, :, :]) * spectral_norm_upper(ws[..., 0, :, :])
+    elif n * d_out * m * d_in <= dense_size**2:
+        value = spectral_norm_upper(_dense(ps, ws))
+    else:
+        flat = ps.reshape(-1, terms, n, m)
+        every = ws.expand(*lead, *ws.shape[-3:]).reshape(-1, terms, d_in, d_out) if ws.ndim > 3 else None
+        clean = finite.expand(lead).reshape(-1).tolist()
+        values = [
+            _large(flat[i], ws if every is None else every[i]) if clean[i] else flat.new_tensor(torch.inf)
+            for i in range(len(flat))
+        ]
+        value = torch.stack(values).reshape(lead)
+    return torch.where(finite, round_up(value, p.dtype), torch.inf)
+
+
+def naive_sum_upper(p: Tensor, w: Tensor) -> Tensor:
+    """`Σ_t ‖P_t‖ ‖W_t‖`: blind to heads that cancel. (…, T, n, m), (…, T, d, d') → (…)."""
+    return (spectral_norm_upper(p) * spectral_norm_upper(w)).sum(-1) * (1.0 + 4.0 * torch.finfo(p.dtype).eps)
+
+
+def stacked_upper(p: Tensor, w: Tensor) -> Tensor:
+    """`‖[t_h P_h]‖ ‖[W_hᵀ / t_h]‖`, `t_h = √(‖W_h‖/‖P_h‖)`: at most the naive sum (theory.md, section 1)."""
+    p_size, w_size = spectral_norm_upper(p), spectral_norm_upper(w)
+    some = (p_size > 0) & (w_size > 0)  # of terms that vanish nothing is kept
+    one = torch.ones_like(p_size)
+    ratio = torch.where(some, w_size, one) / torch.where(some, p_size, one)
+    t = ratio.detach().sqrt()[..., None, None]
+    first = torch.where(some[..., None, None], t * p, 0.0).transpose(-3, -2).flatten(-2)
+    second = torch.where(some[..., None, None], w / t, 0.0).transpose(-3, -2).flatten(-2)
+    return spectral_norm_upper(first) * spectral_norm_upper(second) * (1.0 + 8.0 * torch.finfo(p.dtype).eps)
+
+
+def kronecker_sum_norm_lower(p: Tensor, w: Tensor, steps: int = 60, seed: int = 0) -> Tensor:
+    """A **lower** bound by power iteration on `E ↦ Σ P_t E W_t`: to measure gaps, never for a proof.
+
+    Shape: (…, T, n, m), (…, T, d, d') → (…).
+    """
+    lead = torch.broadcast_shapes(p.shape[:-3], w.shape[:-3])
+    generator = torch.Generator().manual_seed(seed)
+    e = torch.randn((*lead, p.shape[-1], w.shape[-2]), generator=generator, dtype=torch.float64).to(p)
+    size = torch.ones_like(e[..., :1, :1])
+    for step in range(steps + 1):
+        e = e / torch.linalg.matrix_norm(e)[..., None, None].clamp(min=torch.finfo(p.dtype).tiny)
+        image = (p @ e.unsqueeze(-3) @ w).sum(-3)
+        size = torch.linalg.matrix_norm(image)
+        if step < steps:
+            e = (p.mT @ image.unsqueeze(-3) @ w.mT).sum(-3)
+    return size * (1.0 - 64.0 * (p.shape[-1] + w.shape[-2]) * torch.finfo(p.dtype).eps)
+
+
+def _dense(p: Tensor, w: Tensor) -> Tensor:
+    """(…, T, a, b), (…, T, d, d') → (…, a d', b d)."""
+    matrix = torch.einsum("...tab,...tde->...aebd", p, w)
+    return matrix.flatten(-4, -3).flatten(-2)
+
+
+def _large(p: Tensor, w: Tensor) -> Tensor:
+    """One sample, float64, without the matrix: the smallest of the module's bounds."""
+    naive = naive_sum_upper(p, w)
+    best = torch.minimum(naive, stacked_upper(p, w))
+    used = (torch.linalg.matrix_norm(w.detach()) > 0) & (torch.linalg.matrix_norm(p.detach()) > 0)
+    if not bool(used.any()):
+        return best
+    p, w = p[used], w[used]
+    if p.shape[-1] < p.shape[-2]:  # the shorter side is the one that is squared
+        p, w = p.mT, w.mT
+    terms, tokens, features = len(p), max(p.shape[-2:]), max(w.shape[-2:])
+    # rounding of products of n × n and d × d matrices, and of mixing terms, relative to the terms themselves
+    slack = 8.0 * (tokens**2 + features**2) * torch.finfo(p.dtype).eps
+    few = [k for k in (1, 2, 4, 8, 16) if k * features <= CORE_SIZE and k < min(p.shape[-2:])] or [0]
+    if 2 * terms**2 * features**3 > SQUARED_COST:
+        plain = torch.stack([_deflated(p, w, k, False) for k in few]).amin()
+        return torch.minimum(best, plain + slack * naive)
+    left = torch.einsum("hij,klj->hkil", p, p).flatten(0, 1)
+    right = torch.einsum("kji,hjl->hkil", w, w).flatten(0, 1)  # M Mᵀ: F ↦ Σ_hk P_h P_kᵀ F W_kᵀ W_h
+    square = _deflated(left, right, few[-1], True)
+    return torch.minimum(best, safe_sqrt(square + slack * naive.square()))
+
+
+def _deflated(p: Tensor, w: Tensor, k: int, symmetric: bool) -> Tensor:
+    """Facts 1 to 3 with k token directions split off; 1 and 3 for a symmetric map."""
+    if k == 0:
+        return _factorised(p, w, symmetric)
+    u, v = _token_bases(p.detach(), torch.linalg.matrix_norm(w.detach()))
+    z = u.mT @ p @ v
+    core = spectral_norm_upper(_dense(z[:, :k, :k], w))
+    row = _block_norm(z[:, :k, k:], w)
+    column = row if symmetric else _block_norm(z[:, k:, :k].mT, w.mT)
+    rest = _factorised(z[:, k:, k:], w, symmetric)
+    blocks = torch.stack([torch.stack([core, row]), torch.stack([column, rest])])
+    # U and V are orthogonal up to rounding: ‖U⁻¹‖² ≤ 1 / (1 − ‖UᵀU − I‖)
+    off = [torch.linalg.matrix_norm(q.mT @ q - torch.eye(len(q)).to(q)) for q in (u, v)]
+    return spectral_norm_upper(blocks) * (1.0 + off[0] + off[1] + 8.0 * max(len(u), len(v)) * 2.3e-16)
+
+
+def _token_bases(p: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthogonal (n, n) and (m, m), the directions that the terms amplify most in front."""
+    scaled = p * (weight / weight.amax())[:, None, None]
+    # a skip connection P = H amplifies all alike and only blurs the choice, harmlessly
+    left = (scaled @ scaled.mT).sum(0)
+    right = (scaled.mT @ scaled).sum(0)
+    if p.shape[-1] == p.shape[-2]:
+        left = right = left + right  # one basis for both: the identity of a skip stays block diagonal
+    return torch.linalg.eigh(left).eigenvectors.flip(-1), torch.linalg.eigh(right).eigenvectors.flip(-1)
+
+
+def _block_norm(z: Tensor, w: Tensor) -> Tensor:
+    """Exact norm of a block with few rows: z (T, k, m), w (T, d, d').
+
+    The k·m numbers per term are compressed to at most k·T columns, an orthogonal change that keeps the norm.
+    """
+    terms, k, m = z.shape
+    if terms * k < m:
+        z = torch.linalg.qr(z.flatten(0, 1).mT, mode="r").R.mT.reshape(terms, k, -1)
+    return spectral_norm_upper(_dense(z, w))
+
+
+def _factorised(p: Tensor, w: Tensor, symmetric: bool) -> Tensor:
+    """Facts 1 and 2: the smaller of the two factorisation bounds, each with its best mixing."""
+    first = _mixed(p, w, _best_mixing(p.detach(), w.detach()))
+    if symmetric:
+        return first
+    p, w = p.mT, w.mT
+    return torch.minimum(first, _mixed(p, w, _best_mixing(p.detach(), w.detach())))
+
+
+def _mixed(p: Tensor, w: Tensor, root: Tensor) -> Tensor:
+    """`‖Σ P'P'ᵀ‖^½ ‖Σ W'W'ᵀ‖^½` for `P' = RᵀP, W' = R⁻¹W`, plus what R R⁻¹ − I leaves over."""
+    inverse = torch.linalg.inv(root)
+    wide = torch.einsum("tj,tab->ajb", root, p).flatten(1)
+    other = torch.einsum("jt,tde->dje", inverse, w).flatten(1)
+    eye = torch.eye(len(root)).to(root)
+    left_over = (root @ inverse - eye).abs() + 4.0 * len(root) * 2.3e-16 * (root.abs() @ inverse.abs())
+    size_p, size_w = torch.linalg.matrix_norm(p), torch.linalg.matrix_norm(w)
+    return spectral_norm_upper(wide) * spectral_norm_upper(other) + size_p @ left_over @ size_w
+
+
+def _power(a: Tensor, exponent: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(a)
+    values = values.clamp(min=1e-12 * float(values[-1]) + 1e-300)
+    return (vectors * values**exponent) @ vectors.mT
+
+
+@torch.no_grad()
+def _best_mixing(p: Tensor, w: Tensor) -> Tensor:
+    """An R, (T, T), that makes `_mixed` small. Any would be valid, so the search is in single precision."""
+    # balanced terms, so that no term is lost to rounding
+    size_p, size_w = (torch.linalg.matrix_norm(x).clamp(min=1e-300) for x in (p, w))
+    balance = (size_w / size_p).sqrt()
+    p, w = p * balance[:, None, None], w / balance[:, None, None]
+    a, b = torch.einsum("tij,sij->ts", p, p) / p.shape[1], torch.einsum("tij,sij->ts", w, w) / w.shape[1]
+    p, w = (p / a.trace().clamp(min=1e-300).sqrt()).float(), (w / b.trace().clamp(min=1e-300).sqrt()).float()
+    a, b = a / a.trace().clamp(min=1e-300), b / b.trace().clamp(min=1e-300)
+    x = torch.sin(torch.arange(1, p.shape[1] + 1, device=p.device) ** 2 * 12.9898)
+    y = torch.sin(torch.arange(1, w.shape[1] + 1, device=p.device) ** 2 * 12.9898)
+    eye = torch.eye(len(p)).to(a)
+    best, best_root = float("inf"), torch.eye(len(p)).to(a)
+    for step in range(SEARCH_STEPS):
+        a_room, b_room = a + 1e-9 * a.trace() * eye, b + 1e-9 * b.trace() * eye
+        half, back = _power(a_room, 0.5), _power(a_room, -0.5)
+        g = back @ _power(half @ b_room @ half, 0.5) @ back
+        g_inverse = half @ _power(half @ b_room @ half, -0.5) @ half
+        for _ in range(3):  # power steps from where the last step ended
+            x = torch.einsum("tij,tj->i", p, g.float() @ torch.einsum("tij,i->tj", p, x))
+            y = torch.einsum("tij,tj->i", w, g_inverse.float() @ torch.einsum("tij,i->tj", w, y))
+            x, y = x / x.norm().clamp(min=1e-30), y / y.norm().clamp(min=1e-30)
+        moved_p = torch.einsum("tij,i->tj", p, x).double()
+        moved_w = torch.einsum("tij,i->tj", w, y).double()
+        a_new, b_new = moved_p @ moved_p.mT, moved_w @ moved_w.mT
+        value = float((g * a_new).sum() * (g_inverse * b_new).sum())  # of the bound's square, from below
+        if value < best and step > 1:
+            best, best_root = value, _power(g, 0.5)
+        weight = 2.0 / (step + 3.0)
+        a, b = a + weight * (a_new - a), b + weight * (b_new - b)
+    return best_root * balance[:, None]
