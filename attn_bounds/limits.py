@@ -26,9 +26,10 @@ from .jobs import Item, Jobs
 from .memory import parse_memory
 from .properties import Property, Specification
 from .results import Certificate, Radius, versions
-from .verifier import Verifier, auto_stages, check_method
+from .verifier import AUTO, Verifier, check_method
 
 LOAD_SECONDS = 600.0  # for building the model, and again for the graph of a method
+GRACE = 0.97  # part of the time limit after which the child begins nothing new
 POLL = 0.02  # seconds between two looks at the clock and the child's memory
 
 
@@ -187,6 +188,8 @@ class LimitedVerifier:
         method = check_method(job.setdefault("method", "auto"))
         norm, eps = job.get("norm"), job.get("eps")
         blank = Certificate("unknown", None, None, None, eps, math.inf if norm is None else norm, method, 0.0)
+        if self.timeout is not None:  # what would take longer is not begun, and what runs ends in time
+            job.setdefault("time_limit", GRACE * self.timeout)
         result, why, seconds = self._run("certify", {"item": item, **job}, blank)
         if not why:
             return result
@@ -195,7 +198,7 @@ class LimitedVerifier:
             return result
         if result.options:  # the child had got so far as to report
             ran = [t["method"] for t in result.tried]
-            planned = auto_stages(blank.norm) if method == "auto" else (method,)
+            planned = AUTO if method == "auto" else (method,)
             stages = ["attack", *planned][not job.get("attack", True) :]
             why += next((f" during {s}" for s in stages if s not in ran), "")
         return replace(result, reason=why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from . import lirpa
+from .alpha import Bounds, better, optimise
 from .domain.forms import NO_SYMBOLS
-from .domain.joint import QUICK, THOROUGH
 from .lirpa import (
     BoundConv,
     BoundLinear,
@@ -27,10 +28,9 @@ from .lirpa import (
 from .operators.attention import BoundAttentionOperator, operators
 from .operators.input import BehindInputBox
 from .operators.repairs import repairs
+from .passes import SENSITIVITY_METHODS, Pass, sensitivity_passes
 
 ALPHA_METHODS = ("alpha-crown", "crown-optimized")
-SENSITIVITY_METHODS = ("sensitivity", "sensitivity-crown", "sensitivity-alpha")
-Bounds = tuple[Tensor, Tensor]
 
 
 class Folded(NamedTuple):
@@ -45,10 +45,10 @@ class Folded(NamedTuple):
     loss: Tensor
 
     @classmethod
-    def of(cls, folded: list[tuple[str, int]], shares: list[Any], lower: Tensor) -> Folded:
+    def of(cls, folded: list[tuple[str, int]], shares: list[Any], like: Tensor) -> Folded:
         losses = [s.loss for s in shares if s.label == NO_SYMBOLS]
-        total = torch.stack(losses).sum(0) if losses else torch.zeros_like(lower)
-        return cls(sum(count for _, count in folded), total.to(lower))
+        total = torch.stack(losses).sum(0) if losses else torch.zeros_like(like)
+        return cls(sum(count for _, count in folded), total)
 
 
 class NodeStore:
@@ -130,6 +130,8 @@ class BoundedModule(LirpaModule):
                     del self.__dict__[name]
                 super().__init__(BehindInputBox(model).eval(), global_input, opts, device, verbose, ops)
         model.train(training)
+        if self.OWN_ALPHA:
+            self._constant_factors_need_no_bounds()
         self.store = NodeStore()
         self.repaired = repaired
         self.dtype = example.dtype
@@ -137,6 +139,12 @@ class BoundedModule(LirpaModule):
         self._domain: Any = None
         self.folded: Folded | None = None  # of the last bounds by method `sensitivity`
         self.eval()
+
+    def _constant_factors_need_no_bounds(self) -> None:
+        """0.3 bounds the inputs of every product, also where a weight is one of them: nothing is relaxed."""
+        for node in self.all_nodes():
+            if isinstance(node, BoundMatMul) and not all(i.from_input for i in node.inputs):
+                node.requires_input_bounds = []
 
     def _nonlinear_on_input(self) -> bool:
         """Whether some input reaches anything but linear layers (through reshapes at most)."""
@@ -185,6 +193,8 @@ class BoundedModule(LirpaModule):
         Arguments:
             x: tuple of inputs, `BoundedTensor`s where perturbed, (batch, …).
             C: (batch, spec, outputs) functionals of the output, or None for the outputs themselves.
+            time_limit: (keyword, `alpha-crown` and `SENSITIVITY_METHODS`) seconds after which nothing new
+                is begun but a first bound; the best bound so far is returned.
 
         Returns:
             lower and upper bounds (batch, spec).
@@ -202,11 +212,14 @@ class BoundedModule(LirpaModule):
                 f"auto_LiRPA {lirpa.version()} returns wrong bounds in forward mode for several perturbed "
                 "inputs; use CROWN, or one input"
             )
+        if name in SENSITIVITY_METHODS:
+            if (limit := kwargs.pop("time_limit", None)) is not None:
+                kwargs["deadline"] = time.perf_counter() + limit
+            found = self.passes(name, x, C, **kwargs)
+            return functools.reduce(better, ((p.lower, p.upper) for p in found))
         self._running = True
         try:
             with lirpa.default_dtype(self.dtype):
-                if name in SENSITIVITY_METHODS:
-                    return self._sensitivity(name, x, C, **kwargs)
                 if name in ALPHA_METHODS:
                     if (
                         self.OWN_ALPHA
@@ -240,7 +253,7 @@ class BoundedModule(LirpaModule):
                 data.setdefault(node.name, {})["bounds"] = (lower.detach(), upper.detach())
         data.pop(self.final_name, None)
 
-    def intermediate_bounds(self, x: Sequence[Any]) -> dict[str, Bounds]:
+    def intermediate_bounds(self, x: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
         """Bounds of the nodes that relaxations need, from the last CROWN pass on this input (else empty)."""
         return {n: d["bounds"] for n, d in self.store.of(x).items() if "bounds" in d}
 
@@ -258,7 +271,7 @@ class BoundedModule(LirpaModule):
         memory: float | None = None,
         reduce: bool = True,
         backward: bool = False,
-        refine: bool = False,
+        refine: frozenset[str] = frozenset(),
     ) -> Any:
         """One forward pass in affine forms with error sets: every tensor's form, error sets and ranges.
 
@@ -292,74 +305,76 @@ class BoundedModule(LirpaModule):
         with torch.no_grad():
             return self.domain().run(value, norm, radius, memory, limits, reduce, backward, refine)
 
-    def passes(self, x: Sequence[Any], memory: float | None = None, backward: bool = False) -> list[Any]:
-        """The passes whose best bound is that of method `sensitivity`, functional by functional.
-
-        Limits cut an l2 ball only before it is reduced: where they cut anything, both ways are gone.
-        """
-        found = [self.propagate(x, memory, backward=backward)]
+    def is_cut(self, x: Sequence[Any]) -> bool:
+        """Whether limits cut an l2 or l1 ball: a pass keeps them or reduces the ball, neither is better."""
         ptb = x[0].ptb
         if getattr(ptb, "limits", None) is None or float(ptb.norm) == math.inf:
-            return found
+            return False
         value = x[0].detach().as_subclass(Tensor)
         eps = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1, *[1] * (value.ndim - 1))
         lower, upper = (t.to(value) for t in ptb.limits)
         moves = lower < upper
-        if bool((moves & ((lower > value - eps) | (upper < value + eps))).any()):
-            found.append(self.propagate(x, memory, reduce=False))
-        return found
+        return bool((moves & ((lower > value - eps) | (upper < value + eps))).any())
 
-    def _sensitivity(
+    def note_folded(self, found: Any, shares: list[Any], bounds: Tensor) -> None:
+        """Keep what a memory budget did to a pass with these bounds, for reports."""
+        self.folded = Folded.of(found.groups.folded, shares, bounds)
+
+    def passes(self, method: str, x: Sequence[Any], C: Any = None, **kwargs: Any) -> Iterator[Pass]:
+        """A sensitivity method pass by pass, see `passes.sensitivity_passes`."""
+        passes = sensitivity_passes(self, method, x, C, **kwargs)
+        while True:
+            self._running = True  # between the passes the caller has the module to itself
+            try:
+                with lirpa.default_dtype(self.dtype):
+                    found = next(passes, None)
+            finally:
+                self._running = False
+                self._reset_stages()
+            if found is None:
+                return
+            yield found
+
+    def backward_bounds(
         self,
-        method: str,
+        found: Any,
         x: Sequence[Any],
-        C: Any,
+        C: Tensor,
         bound_lower: bool = True,
         bound_upper: bool = True,
-        memory: float | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The best per functional of the passes that belong to a method."""
-        passes = self.passes(x, memory, backward=method == "sensitivity-crown")
-        centre = passes[0].output.centre
-        if C is None:
-            C = torch.eye(centre[0].numel(), dtype=centre.dtype)
-        rows = C.to(centre).expand(len(centre), *C.shape[-2:])
-        tries = [(p, QUICK) for p in passes]
-        if method == "sensitivity-alpha":
-            tries += [(p, THOROUGH) for p in (*passes, self.propagate(x, memory, refine=True))]
+        iterations: int = 0,
+        deadline: float | None = None,
+    ) -> Bounds | None:
+        """A backward pass with the bounds and Jacobians of a forward pass; None where they are not finite.
 
-        def lower(a: Tensor) -> Tensor:
-            found = [(p, *p.lower(a, effort)) for p, effort in tries]
-            for p, low, shares in found[:1]:
-                self.folded = Folded.of(p.groups.folded, shares, low)
-            return functools.reduce(torch.fmax, [low for _, low, _ in found])
-
-        low = lower(rows) if bound_lower else None
-        high = -lower(-rows) if bound_upper else None
-        if method == "sensitivity-crown":
-            back_low, back_high = self._backward(passes[0], x, rows, bound_lower, bound_upper)
-            low = low if back_low is None or low is None else torch.fmax(low, back_low)
-            high = high if back_high is None or high is None else torch.fmin(high, back_high)
-        return low, high
-
-    def _backward(
-        self, found: Any, x: Sequence[Any], C: Any, bound_lower: bool, bound_upper: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """A backward pass with the bounds and Jacobians of a forward pass; None where they are not finite."""
+        Arguments:
+            found: `Propagation` with `backward`. C: (batch, spec, outputs).
+            iterations: of the descent in the α of activations, of planes and of the mixtures.
+            deadline: see `alpha.optimise`.
+        """
         if not all(bool(torch.isfinite(t).all()) for bounds in found.bounds.values() for t in bounds):
-            return None, None  # auto_LiRPA takes 0 · ∞ for 0
+            return None  # auto_LiRPA takes 0 · ∞ for 0
         averages = [n for n in self.all_nodes() if n.name in found.local]
         given = {lirpa.interm_bounds_argument(): found.bounds}
         sides = {"bound_lower": bound_lower, "bound_upper": bound_upper}
+        compute = super().compute_bounds
+
+        def bound() -> Bounds:
+            low, high = compute(x=x, C=C, method="CROWN", **sides, **given)[:2]
+            return low, high
+
         try:
             for node in averages:
                 node.local = node.inputs[0].local = found.local[node.name]
             with torch.no_grad():
-                result = super().compute_bounds(x=x, C=C, method="CROWN", **sides, **given)
+                if iterations == 0:
+                    return bound()
+                self(*x)  # marks which nodes are perturbed
+            nodes = self._optimised_nodes()
+            return optimise(bound, nodes, self.final_name, C.shape[1], iterations, deadline)
         finally:
             for node in averages:
                 node.local = node.inputs[0].local = None
-        return result[0], result[1]
 
     def _optimised_nodes(self) -> list[Any]:
         if lirpa.is_old():
@@ -370,43 +385,34 @@ class BoundedModule(LirpaModule):
         return [n for n in nodes if not (isinstance(n, BoundAttentionOperator) and n.is_linear())]
 
     def _alpha_crown(
-        self, x: Sequence[Any], C: Any, bound_lower: bool = True, bound_upper: bool = True, **kwargs: Any
-    ) -> Any:
+        self,
+        x: Sequence[Any],
+        C: Any,
+        bound_lower: bool = True,
+        bound_upper: bool = True,
+        time_limit: float | None = None,
+        **kwargs: Any,
+    ) -> Bounds:
+        begin = time.perf_counter()
         argument = lirpa.interm_bounds_argument()
         given = dict(kwargs.pop(argument, None) or self.intermediate_bounds(x))
         sides = {"bound_lower": bound_lower, "bound_upper": bound_upper}
-        with torch.no_grad():
-            self(*x)  # marks which nodes are perturbed
-            activations = self._optimised_nodes()
-            for node in activations:
-                node.opt_init()
-            plain = super().compute_bounds(
-                x=x, C=C, method="CROWN", **sides, **{argument: given or None}, **kwargs
-            )
-            if not given:
+        compute = super().compute_bounds
+
+        def bound() -> Bounds:
+            nonlocal given
+            found = compute(x=x, C=C, method="CROWN", **sides, **{argument: given or None}, **kwargs)
+            if not given:  # the first pass pays for the intermediate bounds
                 self._remember(x)
                 given = self.intermediate_bounds(x)
-            if not activations:
-                return plain  # nothing is relaxed, nothing can be optimised
-            size = self.final_node().output_shape[1:].numel() if C is None else C.shape[1]
-            start = (self.final_name, size, None) if lirpa.is_old() else (self.final_name, size, None, True)
-            for node in activations:
-                node.init_opt_parameters([start])
-        args = self.bound_opts["optimize_bound_args"]
-        saved = args.get("init_alpha", True)
-        args["init_alpha"] = False
-        try:
-            best = super().compute_bounds(
-                x=x, C=C, method="CROWN-Optimized", **sides, **{argument: given}, **kwargs
-            )
-        finally:
-            args["init_alpha"] = saved
-        # optimisation starts from the plain bound and must not end below it
-        lower, upper = (
-            None if a is None or b is None else pick(a.detach(), b)
-            for a, b, pick in zip(best[:2], plain[:2], (torch.maximum, torch.minimum), strict=True)
-        )
-        return lower, upper
+            return found[0], found[1]
+
+        with torch.no_grad():
+            self(*x)  # marks which nodes are perturbed
+        size = self.final_node().output_shape[1:].numel() if C is None else C.shape[1]
+        iterations = self.bound_opts["optimize_bound_args"]["iteration"]
+        deadline = None if time_limit is None else begin + time_limit
+        return optimise(bound, self._optimised_nodes(), self.final_name, size, iterations, deadline)
 
 
 class StockModule(BoundedModule):

@@ -26,9 +26,11 @@ class Certificate:
             point of the input set; positive means verified.
         margins: lower bound per row of the specification; for a classification these are the other classes.
         rows: the class (or "target" of a binary model) that each margin is against; None for VNN-LIB.
+        won: per row, the method (and, where it has several, the pass) whose bound counts.
         counterexample: input in the model's own units, (1, *input), replayed in onnxruntime; or None.
         eps: radius (None for a box of its own widths); norm: 1, 2 or inf.
-        method: the one whose bound is reported; `tried` has every method that ran with margin and seconds.
+        method: the one whose bound is reported; `tried` has every method that ran with margin and seconds,
+            and those of its passes where it has several.
         reason: why it is unknown, in words.
         options, versions: what is needed to repeat the computation.
         model_sha256, input_sha256: of the ONNX file ("" for a torch module) and of centre and limits.
@@ -49,6 +51,7 @@ class Certificate:
     versions: dict[str, str] = field(default_factory=dict)
     model_sha256: str = ""
     input_sha256: str = ""
+    won: list[str] | None = None
 
     @property
     def verified(self) -> bool:
@@ -109,28 +112,61 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def merge(old: Certificate, stage: str, row: Tensor, spec: Specification, seconds: float) -> dict[str, Any]:
-    """What changes in a result when a method's row bounds arrive: the best bound per row counts."""
-    if not bool(torch.isfinite(row).all()):
+def merge(
+    old: Certificate, stage: str, name: str, row: Tensor, spec: Specification, seconds: float
+) -> dict[str, Any]:
+    """What changes in a result when row bounds arrive: the best bound per row counts.
+
+    Arguments:
+        stage: the method that runs. name: its pass, or again the method where it has only one.
+        row: (rows,) lower bounds.
+    """
+    finite = bool(torch.isfinite(row).all())
+    margin = float(spec.margin(row)) if finite else None
+    tried = _noted(old.tried, stage, name, margin, seconds)
+    if not finite:
         reason = f"the bound of {stage} is NaN or infinite"
-        if old.margins or "infinite" in old.reason:
-            reason = f"{old.reason}; {reason}"
-        return {
-            "tried": [*old.tried, {"method": stage, "margin": None, "seconds": seconds}],
-            "reason": reason,
-        }
+        if old.margins is not None or "infinite" in old.reason:
+            reason = old.reason if reason in old.reason else f"{old.reason}; {reason}"
+        return {"tried": tried, "reason": reason}
     attacked = any(t["method"] == "attack" for t in old.tried)
-    margin = float(spec.margin(row))
-    best = row if old.margins is None else torch.maximum(row, torch.tensor(old.margins, dtype=row.dtype))
+    before = torch.full_like(row, -math.inf)
+    if old.margins is not None:
+        before = torch.tensor(old.margins, dtype=row.dtype)
+    best = torch.maximum(row, before)
     total = float(spec.margin(best))
+    label = stage if name == stage else f"{stage}: {name}"
+    won = old.won or [label] * len(row)
+    assert margin is not None
     return {
-        "tried": [*old.tried, {"method": stage, "margin": margin, "seconds": seconds}],
+        "tried": tried,
         "status": "verified" if total > 0 else "unknown",
         "reason": "" if total > 0 else "bound not positive" + (", no counterexample" if attacked else ""),
         "margin": total,
         "margins": best.tolist(),
+        "won": [label if new > had else w for new, had, w in zip(row, before, won, strict=True)],
         "method": stage if old.margin is None or margin >= old.margin else old.method,
     }
+
+
+def _noted(
+    tried: list[dict[str, Any]], stage: str, name: str, margin: float | None, seconds: float
+) -> list[dict[str, Any]]:
+    """The record of what was tried, a pass longer; those of one method make one entry."""
+    if name == stage:
+        return [*tried, {"method": stage, "margin": margin, "seconds": seconds}]
+    one = {"pass": name, "margin": margin, "seconds": seconds}
+    if not tried or tried[-1]["method"] != stage:
+        return [*tried, {"method": stage, "margin": margin, "seconds": seconds, "passes": [one]}]
+    last = tried[-1]
+    known = [m for m in (last["margin"], margin) if m is not None]
+    entry = {
+        **last,
+        "margin": max(known, default=None),
+        "seconds": last["seconds"] + seconds,
+        "passes": [*last["passes"], one],
+    }
+    return [*tried[:-1], entry]
 
 
 def worse(a: Certificate, b: Certificate) -> Certificate:

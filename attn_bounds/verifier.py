@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from . import lirpa
 from .attack import attack_radius, pgd
 from .errors import InputError, UnsupportedModelError
 from .memory import parse_memory
+from .passes import SENSITIVITY_METHODS
 from .pixels import PixelUnits
 from .properties import InputSet, Property, Specification
 from .results import Certificate, Explanation, Radius, digest, merge, versions, worse
@@ -26,18 +28,12 @@ if TYPE_CHECKING:
 OWN_METHODS = ("ibp", "sensitivity", "sensitivity-crown", "sensitivity-alpha", "crown", "alpha-crown")
 STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
 METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
-AUTO = ("ibp", "sensitivity", "crown", "sensitivity-alpha", "alpha-crown")  # cheap to tight, for boxes
-AUTO_BALLS = ("ibp", "sensitivity", "sensitivity-alpha", "crown", "alpha-crown")  # where ours is far ahead
+AUTO = ("ibp", "sensitivity", "sensitivity-alpha", "crown", "alpha-crown")  # cheap to tight
 _LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our BoundedModule
 
 # Units in the last place, relative to the outputs' size, that a bound loses to our own rounding: the longest
 # chain of float32 sums in a bound is a few thousand terms, whose errors add up like their root.
 SLACK_ULPS = 256.0
-
-
-def auto_stages(norm: float) -> tuple[str, ...]:
-    """What `auto` runs until decided."""
-    return AUTO if norm == math.inf else AUTO_BALLS
 
 
 def check_method(method: str) -> str:
@@ -247,15 +243,54 @@ class Verifier:
         Returns:
             (batch, rows), float64; NaN or infinite values are passed on.
         """
-        stock = method.startswith("stock-")
-        graph = self.graph(stock)
+        return functools.reduce(torch.fmax, (rows for _, rows, _ in self.row_passes(inputs, specs, method)))
+
+    def row_passes(
+        self,
+        inputs: Sequence[InputSet],
+        specs: Sequence[Specification],
+        method: str,
+        deadline: float | None = None,
+    ) -> Iterator[tuple[str, Tensor, float]]:
+        """`row_bounds` pass by pass, where a method has several: (name, bounds, seconds).
+
+        Arguments:
+            deadline: `time.perf_counter()` after which nothing new is begun but a first bound.
+        """
         norm = inputs[0].norm
         if any(s.norm != norm for s in inputs) or len({len(s.A) for s in specs}) != 1:
             raise ValueError("inputs of one batch share the norm, and specifications their number of rows")
+        begin = time.perf_counter()
         bounded, x = self._bounded(inputs)
         functionals = torch.stack([s.A for s in specs]).to(x)
-        name = method.removeprefix("stock-")
-        extra = {"memory": self.memory} if name.startswith("sensitivity") else {}
+        with torch.no_grad():
+            size = self.module(x).flatten(1).abs().amax(1).double().clamp(min=1.0)
+        offsets = torch.stack([s.b for s in specs]).to(x.device, torch.float64)
+        weight = functionals.abs().sum(-1).double()
+        slack = SLACK_ULPS * torch.finfo(self.dtype).eps * (size[:, None] * weight + offsets.abs())
+
+        def rows(lower: Tensor) -> Tensor:
+            lower = lower.detach().double()
+            return (lower - offsets - slack - 16 * torch.finfo(self.dtype).eps * lower.abs()).cpu()
+
+        if method in SENSITIVITY_METHODS:
+            found = self.graph(stock=False).passes(
+                method, (bounded,), functionals, bound_upper=False, memory=self.memory, deadline=deadline
+            )
+            for p in found:
+                assert p.lower is not None
+                yield p.name, rows(p.lower), p.seconds
+            return
+        lower = rows(self._lower(bounded, functionals, method, deadline))
+        yield method, lower, time.perf_counter() - begin
+
+    def _lower(self, bounded: Any, functionals: Tensor, method: str, deadline: float | None) -> Tensor:
+        """Lower bounds of functionals by one of auto_LiRPA's methods, (batch, rows)."""
+        stock = method.startswith("stock-")
+        graph, name = self.graph(stock), method.removeprefix("stock-")
+        extra = {}
+        if method == "alpha-crown" and deadline is not None:
+            extra["time_limit"] = deadline - time.perf_counter()
         with torch.set_grad_enabled(name == "alpha-crown"):
             try:
                 lower, _ = graph.compute_bounds(
@@ -269,24 +304,15 @@ class Verifier:
                 if not stock:
                     raise
                 # e.g. a denominator whose lower bound is zero: there is no finite bound
-                lower = torch.full(functionals.shape[:2], math.nan)
-        lower = lower.detach().double()
-        finite = True
-        # what other methods left on the nodes says nothing about method sensitivity
-        for node in graph.all_nodes() if not name.startswith("sensitivity") else []:
+                return torch.full(functionals.shape[:2], math.nan)
+        for node in graph.all_nodes():
             bound = getattr(node, "lower", None)
-            if isinstance(bound, Tensor) and node.perturbed and bound.is_floating_point():
+            if not isinstance(bound, Tensor) or not node.perturbed or not bound.is_floating_point():
+                continue
+            if not bool(torch.isfinite(bound).all()):
                 # auto_LiRPA turns 0·inf into 0: an infinite intermediate bound makes the result worthless
-                finite = finite and bool(torch.isfinite(bound).all())
-        if not finite:
-            lower = torch.full_like(lower, math.nan)
-        with torch.no_grad():
-            size = self.module(x).flatten(1).abs().amax(1).double().clamp(min=1.0)
-        offsets = torch.stack([s.b for s in specs]).to(lower)
-        weight = functionals.abs().sum(-1).double()
-        slack = SLACK_ULPS * torch.finfo(self.dtype).eps * (size[:, None] * weight + offsets.abs())
-        slack = slack + 16 * torch.finfo(self.dtype).eps * lower.abs()
-        return (lower - offsets - slack).cpu()
+                return torch.full_like(lower, math.nan)
+        return lower
 
     def _bounded(self, inputs: Sequence[InputSet]) -> tuple[Any, Tensor]:
         """Input sets of one norm as one `BoundedTensor`, and its centre."""
@@ -328,7 +354,10 @@ class Verifier:
         a = spec.A.to(x)[None]  # all rows, so that they are bounded as they were
         losses: dict[tuple[str, int], float] = {}
         with torch.no_grad():
-            passes = [(p, *p.lower(a)) for p in self.graph(stock=False).passes((bounded,), self.memory)]
+            graph = self.graph(stock=False)
+            ways = (True, False) if graph.is_cut((bounded,)) else (True,)
+            propagated = [graph.propagate((bounded,), self.memory, reduce=way) for way in ways]
+            passes = [(p, *p.lower(a)) for p in propagated]
             found, _, parts = max(passes, key=lambda p: float(p[1][0, row]))
             for label, size, loss in parts:
                 losses[label, size] = losses.get((label, size), 0.0) + float(loss[0, row])
@@ -380,12 +409,29 @@ class Verifier:
 
     # -- certificates -----------------------------------------------------------------------------------
 
-    def stages(self, method: str, norm: float = math.inf) -> tuple[str, ...]:
+    def stages(self, method: str) -> tuple[str, ...]:
         """The methods that run for `method`, in order."""
         if check_method(method) != "auto":
             return (method,)
         gap = self.graph(stock=False).domain().gap()
-        return tuple(m for m in auto_stages(norm) if not (gap and m.startswith("sensitivity")))
+        return tuple(m for m in AUTO if not (gap and m.startswith("sensitivity")))
+
+    def not_worth(self, stage: str, sensitivity: float, left: float) -> str:
+        """Why `auto` leaves out a stage on a large model, in words; "" if it should run.
+
+        Arguments:
+            sensitivity: seconds that method `sensitivity` took, 0 if it did not run.
+            left: seconds until the time limit, or inf.
+        """
+        if not stage.endswith("crown"):
+            return ""
+        functionals, ratio = self.graph(stock=False).domain().crown_work()
+        bytes_needed = 4.0 * functionals * torch.finfo(self.dtype).bits / 8  # coefficients, a few at a time
+        if self.memory is not None and bytes_needed > self.memory:
+            return f"{stage} would need about {bytes_needed / 1e9:.0f} GB"
+        if ratio * sensitivity > left:
+            return f"{stage} would take about {ratio * sensitivity:.0f} s"
+        return ""
 
     def describe(self, method: str) -> dict[str, Any]:
         """Options that decide what a method computes, for the record."""
@@ -413,13 +459,16 @@ class Verifier:
         restarts: int = 10,
         steps: int = 50,
         seed: int = 0,
+        time_limit: float | None = None,
         rows: list[int] | None = None,
         report: Callable[[Certificate], None] | None = None,
     ) -> Certificate:
         """Certify one input set against one specification.
 
         Arguments:
-            report: called with the result so far, at the start and after every stage (the attack is one).
+            time_limit: seconds after which nothing new is begun; a pass that runs is finished. A limit that
+                is kept to the second is `LimitedVerifier`'s.
+            report: called with the result so far, at the start and after every pass (the attack is one).
         """
         return next(
             iter(
@@ -431,6 +480,7 @@ class Verifier:
                     restarts=restarts,
                     steps=steps,
                     seed=seed,
+                    time_limit=time_limit,
                     rows=[rows],
                     report=None if report is None else lambda _, c: report(c),
                 )
@@ -447,11 +497,13 @@ class Verifier:
         restarts: int = 10,
         steps: int = 50,
         seed: int = 0,
+        time_limit: float | None = None,
         rows: Sequence[list[int] | None] | None = None,
         report: Callable[[int, Certificate], None] | None = None,
     ) -> list[Certificate]:
         """`certify_set` for several inputs of one norm; bounds are computed in one pass per method."""
-        stages = self.stages(method, inputs[0].norm if inputs else math.inf)
+        deadline = None if time_limit is None else time.perf_counter() + time_limit
+        stages = self.stages(method)
         options = {
             **self.describe(method),
             "attack": attack,
@@ -497,26 +549,54 @@ class Verifier:
                     update(i, status="falsified", counterexample=x, method="attack", reason="", tried=tried)
         for stage in stages:
             todo = [i for i, r in enumerate(results) if r.status == "unknown"]
-            if not todo:
+            left = math.inf if deadline is None else deadline - time.perf_counter()
+            if not todo or left <= 0:
                 break
-            begin = time.perf_counter()
+            if method == "auto" and results[todo[0]].margin is not None:
+                ran = results[todo[0]].tried
+                took = sum(float(t["seconds"]) for t in ran if t["method"] == "sensitivity")
+                if why := self.not_worth(stage, took * len(todo), left):
+                    for i in todo:
+                        update(i, reason=f"{results[i].reason}; {why}")
+                    continue
             try:
-                bounds = self.row_bounds([inputs[i] for i in todo], [specs[i] for i in todo], stage)
+                self._run_stage(stage, todo, inputs, specs, results, update, deadline)
             except UnsupportedModelError as e:  # sensitivity without the memory for its input
                 if method != "auto":
                     raise
                 for i in todo:
                     update(i, reason=str(e))
-                continue
-            seconds = (time.perf_counter() - begin) / len(todo)
-            for k, (i, row) in enumerate(zip(todo, bounds, strict=True)):
-                changes = merge(results[i], stage, row, specs[i], seconds)
-                if stage.startswith("sensitivity") and (folded := self.graph(stock=False).folded) is not None:
-                    deciding = int((row - specs[i].margin(row)).abs().argmin())
-                    changes["tried"][-1]["errors_without_symbols"] = folded.errors
-                    changes["tried"][-1]["margin_they_take"] = float(folded.loss[k, deciding])
-                update(i, **changes)
+        for i, r in enumerate(results):
+            if deadline is not None and r.status == "unknown" and time.perf_counter() >= deadline:
+                update(i, reason=f"{r.reason}; time limit of {time_limit:g} s passed")
         return results
+
+    def _run_stage(
+        self,
+        stage: str,
+        todo: list[int],
+        inputs: Sequence[InputSet],
+        specs: Sequence[Specification],
+        results: list[Certificate],
+        update: Callable[..., None],
+        deadline: float | None,
+    ) -> None:
+        """One method on the inputs `todo`, pass by pass, until all of them are decided."""
+        graph = self.graph(stage.startswith("stock-"))
+        graph.folded = None
+        passes = self.row_passes([inputs[i] for i in todo], [specs[i] for i in todo], stage, deadline)
+        for name, bounds, seconds in passes:
+            for k, (i, row) in enumerate(zip(todo, bounds, strict=True)):
+                if results[i].status != "unknown":
+                    continue
+                changes = merge(results[i], stage, name, row, specs[i], seconds / len(todo))
+                if graph.folded is not None:
+                    deciding = int((row - specs[i].margin(row)).abs().argmin())
+                    changes["tried"][-1]["errors_without_symbols"] = graph.folded.errors
+                    changes["tried"][-1]["margin_they_take"] = float(graph.folded.loss[k, deciding])
+                update(i, **changes)
+            if all(results[i].status != "unknown" for i in todo):
+                break
 
     def certify_inputs(
         self,
@@ -631,7 +711,7 @@ class Verifier:
             upper: largest radius tried; default the size of the input (norm of the centre, at least 1).
             report: called with the result so far, at the start, after the attack and after every evaluation.
         """
-        stages = self.stages(method, norm)
+        stages = self.stages(method)
         start = time.perf_counter()
         center = self.ball(x, norm, 0.0, clip).center
         if upper is None:
@@ -664,15 +744,16 @@ class Verifier:
             best = None
             for stage in stages:
                 try:
-                    row = self.row_bounds([ball], [spec], stage)[0]
+                    for _, (row,), _ in self.row_passes([ball], [spec], stage):
+                        if not bool(torch.isfinite(row).all()):
+                            continue
+                        best = row if best is None else torch.maximum(best, row)
+                        if float(spec.margin(best)) > 0:
+                            break
                 except UnsupportedModelError:
                     if method != "auto":
                         raise
-                    continue
-                if not bool(torch.isfinite(row).all()):
-                    continue
-                best = row if best is None else torch.maximum(best, row)
-                if float(spec.margin(best)) > 0:
+                if best is not None and float(spec.margin(best)) > 0:
                     break
             finite = finite or best is not None
             ok = best is not None and float(spec.margin(best)) > 0

@@ -59,6 +59,7 @@ def main() -> None:
                     "status": found.status,
                     "method": found.method,
                     "margin": found.margin,
+                    "won": sorted(set(found.won or [])),
                     "seconds": found.seconds,
                     "tried": found.tried,
                     "reason": found.reason,

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..norms import gram_norm_upper, spectral_norm_upper
 from ..sensitivity.distance import squared_distances
 from ..sensitivity.remainder import RowData, bilinear_range_of_ball, chi, psi, weighted_deviation
-from ..sensitivity.softmax import probability_box
+from ..sensitivity.softmax import centred_probability_box, probability_box
 from .forms import AffineForm, Groups, Rest
 from .rules import append_identity
-from .sets import AttentionRemainder, Ball
+from .sets import AttentionRemainder, Ball, intersection
 from .steps import AttentionStep, ScorePlanes
 from .values import Symbols, ValueMoves
 
@@ -427,6 +427,9 @@ def _rows(
     sd, other_sd = deviation(torch.ones_like(r))
     psi_r = psi(r)
     sd_psi, other_sd_psi = deviation(psi_r)
+    b_centred = centred(b)
+    box = d_low.double() - b_centred, d_high.double() + b_centred
+    low, high = intersection((low, high), centred_probability_box(p, *box, sd_psi.square()))
     row_data = RowData(p, r, b, sd, sd_psi, deviation(chi(r).square())[0], p * psi_r * r.square())
 
     # output: P dV + Cov_P(D, v)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..norms import spectral_norm_upper
 from .sets import ErrorSet, Range
-
-if TYPE_CHECKING:
-    from .joint import Effort
 
 NO_SYMBOLS = "errors without symbols (memory)"  # their label in reports
 ROWS_WORK = 4e11  # multiplications for the Gram matrices of all rows
@@ -152,7 +148,7 @@ class Groups:
         limit: number of symbols that there is memory for, or None.
         spare: numbers that may be kept for `joint.py` under a limit.
         backward: whether a backward pass follows, which needs bounds of more nodes.
-        refine: effort for the bounds of unstable neurons, or None: from their forms alone.
+        refine: labels of layers whose unstable neurons are bounded over all earlier nodes at once.
         folded: per set that got none of the symbols it wanted, its label and how many.
     """
 
@@ -160,7 +156,7 @@ class Groups:
     limit: int | None = None
     spare: int = 0
     backward: bool = False
-    refine: Effort | None = None
+    refine: frozenset[str] = frozenset()
     folded: list[tuple[str, int]] = field(default_factory=list)
     sets: list[ErrorSet] = field(default_factory=list)
     offsets: list[int] = field(default_factory=lambda: [0])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..descent import Adam
 from ..sensitivity.quadratic import ball_maximum_upper, factored_maximum_upper
 from .sets import Ball
 from .steps import AttentionStep, Memo, Mode, Pulled, ReluStep, Step
@@ -164,11 +165,11 @@ def _at(z: Tensor, s: ErrorSet, pulled: Pulled) -> Tensor:
 def _choose(walk: _Walk, z: Tensor, iterations: int) -> Tensor:
     """Improve the mixtures in place against the worst input z, which follows; returns the last z."""
     free = [t for mix in walk.mixes for t in mix.values()]
-    moments = [(torch.zeros_like(t), torch.zeros_like(t)) for t in free]
+    adam = Adam(free, RATE)
     with torch.enable_grad():
         for t in free:
             t.requires_grad_()
-        for number in range(1, iterations + 1):
+        for _ in range(iterations):
             point = z.clone().requires_grad_()
             c, parts = walk.pull(final=False)
             if walk.quadratic:
@@ -181,24 +182,12 @@ def _choose(walk: _Walk, z: Tensor, iterations: int) -> Tensor:
             total = torch.where(usable, loss, 0.0).sum()
             found = torch.autograd.grad(total, [*free, point], allow_unused=True)
             with torch.no_grad():
-                for t, m, g in zip(free, moments, found, strict=False):
-                    if g is not None:
-                        _adam(t, m, g, number)
+                adam.step(found[: len(free)])
                 if walk.quadratic and found[-1] is not None:
                     z = walk.worst(found[-1], z, c, parts)
         for t in free:
             t.requires_grad_(False)
     return z
-
-
-def _adam(t: Tensor, moments: tuple[Tensor, Tensor], gradient: Tensor, number: int) -> None:
-    """A step of Adam in place. torch's own imports its compiler, which takes longer than the whole bound."""
-    g = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # one functional must not spoil the others
-    first, second = moments
-    first.lerp_(g, 0.1)
-    second.mul_(0.999).addcmul_(g, g, value=0.001)
-    size = (second / (1.0 - 0.999**number)).sqrt_().add_(1e-8)
-    t.addcdiv_(first, size, value=-RATE / (1.0 - 0.9**number))
 
 
 def _conclude(walk: _Walk, z: Tensor, slack: Tensor) -> list[Tensor]:

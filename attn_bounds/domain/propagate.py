@@ -151,7 +151,7 @@ class Domain:
         limits: tuple[Tensor, Tensor] | None = None,
         reduce: bool = True,
         backward: bool = False,
-        refine: bool = False,
+        refine: frozenset[str] = frozenset(),
     ) -> Propagation:
         """Propagate a batch of balls or boxes. Entries that cannot move get no symbol.
 
@@ -162,7 +162,7 @@ class Domain:
             limits: smallest and largest move of each entry, (batch, *input), which cut an l1 or l2 ball.
             reduce: shrink an l2 ball to the rank of the first linear layer, and forget limits but those of
                 entries that cannot move; else keep the limits.
-            refine: bound unstable neurons over all earlier nodes at once.
+            refine: labels of layers whose unstable neurons are bounded over all earlier nodes at once.
             backward: also find what a backward pass needs: bounds of everything around an attention.
             memory: bytes for the whole process. Where they do not suffice, errors of later layers get no
                 symbols, which is sound and looser (`Groups.folded`).
@@ -174,7 +174,7 @@ class Domain:
         dtype = centre.dtype
         # rounding of generators that are sums of products of up to a few thousand terms
         growth = 1.0 + 64 * torch.finfo(dtype).eps
-        groups = Groups(growth, backward=backward, refine=QUICK if refine else None)
+        groups = Groups(growth, backward=backward, refine=refine)
         if self._gap:
             raise UnsupportedModelError(f"method sensitivity has no rule for {self._gap}")
         if memory is not None:
@@ -271,6 +271,21 @@ class Domain:
         self._fits(groups, given.symbols, len(centre), centre.dtype)
         groups.add(given.error_set())
         return AffineForm(out, matrix[given.alive].unsqueeze(0) * given.sizes(out.ndim))
+
+    def crown_work(self) -> tuple[float, float]:
+        """How large a backward pass (CROWN) for all intermediate bounds is.
+
+        Returns:
+            entries of its largest matrix of coefficients, and how much longer it takes than a forward pass:
+            functionals to be bounded over symbols of the forms, about one and a half times.
+        """
+        moving = [n for n in self.nodes if n.name in self.moving and n.inputs]
+        read = {i.name for n in moving if _kind(n) not in LINEAR for i in n.inputs}
+        sizes = [math.prod(n.output_shape[1:]) for n in moving if n.name in read]
+        symbols = math.prod(self.entry.output_shape[1:])
+        symbols += sum(math.prod(n.output_shape[1:]) for n in moving if _kind(n) == AVERAGE)
+        widest = max((math.prod(n.output_shape[1:]) for n in moving), default=1)
+        return float(max(sizes, default=1)) * widest, 1.5 * sum(sizes) / symbols
 
     def invariances(self) -> Tensor:
         """Orthonormal basis of the input directions that the first linear layer sends to zero.

@@ -28,9 +28,12 @@ def distinct(a: Tensor) -> tuple[Tensor, Tensor]:
     a = a.flatten(2, 3)
     if a.shape[2] < FEW or len(a) > 1:  # few are left where a batch's samples repeat in the same places
         return a, torch.arange(a.shape[2])
-    rows = a.transpose(1, 2).transpose(0, 1).flatten(1)
+    rows = a.detach().transpose(1, 2).transpose(0, 1).flatten(1)
     found, where = torch.unique(rows, dim=0, return_inverse=True)
-    return found.reshape(-1, a.shape[0], a.shape[1], a.shape[3]).transpose(0, 1).transpose(1, 2), where
+    # a gradient can follow a choice of rows, but not torch.unique
+    every = torch.arange(len(rows))
+    first = torch.full((len(found),), len(rows)).scatter_reduce(0, where, every, "amin")
+    return a[:, :, first], where
 
 
 class Symbols(NamedTuple):

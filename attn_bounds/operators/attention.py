@@ -45,6 +45,8 @@ from ..sensitivity.softmax import (
     weights_lower_plane,
 )
 
+MIX = "/mix"  # behind the name of the final node: key of the α that mixes two relaxations
+
 
 def _box(node: Any) -> tuple[Tensor, Tensor]:
     """Bounds of an input node; those of an unperturbed one are its value."""
@@ -81,8 +83,13 @@ class BoundAttentionOperator(BoundOptimizableActivation):
         self.local: Any = None  # `domain.rules.Local` of the unit, where a forward pass went before
         self.options = options or {}
 
-    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
-        """Lower bound of the functional `a` (spec, batch, *shape): a coefficient per input, and the bias."""
+    def lower_plane(
+        self, a: Tensor, alpha: Tensor | None, mix: Tensor | None
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Lower bound of the functional `a` (spec, batch, *shape): a coefficient per input, and the bias.
+
+        mix: (spec, batch) part that the second best of two relaxations gets, or None for 0.
+        """
         raise NotImplementedError
 
     def alpha_shape(self) -> tuple[int, ...]:
@@ -96,17 +103,19 @@ class BoundAttentionOperator(BoundOptimizableActivation):
     def bound_backward(
         self, last_lA: Any, last_uA: Any, *x: Any, start_node: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Tensor | None, Tensor | None]], Any, Any]:
-        alpha = None
+        alpha = mix = None
         if self.opt_stage in ("opt", "reuse") and start_node is not None:
-            alpha = self.alpha.get(start_node.name)
+            alpha, mix = (self.alpha.get(start_node.name + suffix) for suffix in ("", MIX))
         none: list[Tensor | None] = [None] * len(x)
         lower, upper = none, none
         lower_bias: Tensor | int = 0
         upper_bias: Tensor | int = 0
         if last_lA is not None:
-            lower, lower_bias = self.lower_plane(last_lA, None if alpha is None else alpha[0])
+            own = (None if t is None else t[0] for t in (alpha, mix))
+            lower, lower_bias = self.lower_plane(last_lA, *own)
         if last_uA is not None:
-            negated, bias = self.lower_plane(-last_uA, None if alpha is None else alpha[1])
+            own = (None if t is None else t[1] for t in (alpha, mix))
+            negated, bias = self.lower_plane(-last_uA, *own)
             upper, upper_bias = [None if c is None else -c for c in negated], -bias
         return list(zip(lower, upper, strict=True)), lower_bias, upper_bias
 
@@ -124,6 +133,8 @@ class BoundAttentionOperator(BoundOptimizableActivation):
             self.alpha[name] = torch.full(
                 (2, count, batch, *self.alpha_shape()), 0.5, dtype=ref.dtype, device=ref.device
             ).requires_grad_()
+            if self.local is not None:
+                self.alpha[name + MIX] = torch.zeros((2, count, batch), dtype=ref.dtype, device=ref.device)
 
     def clip_alpha(self) -> None:
         for alpha in self.alpha.values():
@@ -138,20 +149,34 @@ class BoundAttentionOperator(BoundOptimizableActivation):
         return torch.zeros_like(lower, dtype=torch.bool)
 
 
-def _choose(
-    first: Tensor, one: tuple[list[Tensor | None], Tensor], two: tuple[list[Tensor | None], Tensor]
-) -> tuple[list[Tensor | None], Tensor]:
-    """One of two lower planes per functional; first: (spec, batch)."""
+Planes = tuple[list[Tensor | None], Tensor]  # coefficients per input, and bias
 
-    def pick(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if a is None and b is None:
-            return None
-        shape = (*first.shape, *[1] * ((a if a is not None else b).ndim - 2))  # type: ignore[union-attr]
-        zero = torch.zeros((), dtype=one[1].dtype)
-        return torch.where(first.reshape(shape), zero if a is None else a, zero if b is None else b)
 
-    coefficients = [pick(a, b) for a, b in zip(one[0], two[0], strict=True)]
-    return coefficients, torch.where(first, one[1], two[1])
+def _mixed(first: Tensor, one: Planes, two: Planes, mix: Tensor | None) -> Planes:
+    """A convex combination of two lower planes per functional; one that is not finite gets no part.
+
+    Arguments:
+        first: (spec, batch) where the first plane is the better one.
+        mix: (spec, batch) part of the other one, or None for 0.
+    """
+    usable = [torch.isfinite(plane[1]) for plane in (one, two)]
+    part = first.to(one[1]) if mix is None else torch.where(first, 1.0 - mix, mix)
+    part = torch.where(usable[0], torch.where(usable[1], part, 1.0), 0.0)
+    # the functionals that neither plane is finite for keep what the second one has
+    weights = part, 1.0 - part
+    drop = ~usable[0], ~usable[1] & usable[0]
+
+    def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        terms = []
+        for t, weight, gone in zip((a, b), weights, drop, strict=True):
+            if t is not None:
+                shape = (*first.shape, *[1] * (t.ndim - 2))
+                terms.append(weight.reshape(shape) * torch.where(gone.reshape(shape), 0.0, t))
+        return None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+    bias = add(one[1], two[1])
+    assert bias is not None
+    return [add(a, b) for a, b in zip(one[0], two[0], strict=True)], bias
 
 
 def _forward_bounds(node: Any, bound: Any, rank: int) -> tuple[Any, Any, Tensor, Tensor]:
@@ -249,7 +274,9 @@ class BoundAttentionScores(BoundAttentionOperator):
             lower, upper = lower + v[2][0], upper + v[2][0]
         return lower, upper
 
-    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+    def lower_plane(
+        self, a: Tensor, alpha: Tensor | None, mix: Tensor | None
+    ) -> tuple[list[Tensor | None], Tensor]:
         q, k = self.inputs[:2]
         scaled = self.scale * a
         bias = torch.zeros(a.shape[:2], dtype=a.dtype, device=a.device)
@@ -258,7 +285,7 @@ class BoundAttentionScores(BoundAttentionOperator):
             plane = product_lower_plane(scaled, *_box(q), *_box(k), 0.5 if alpha is None else alpha)
             coefficients, bias = [_fit(plane.x, q), _fit(plane.y, k)], plane.bias
             if self.local is not None:
-                coefficients, bias = self._or_jacobian(a, plane, coefficients)
+                coefficients, bias = self._or_jacobian(a, plane, coefficients, mix)
         elif q.perturbed:
             coefficients = [_fit(scaled @ _box(k)[0], q), None]
         else:
@@ -269,8 +296,8 @@ class BoundAttentionScores(BoundAttentionOperator):
         return coefficients, bias
 
     def _or_jacobian(
-        self, a: Tensor, plane: Plane, coefficients: list[Tensor | None]
-    ) -> tuple[list[Tensor | None], Tensor]:
+        self, a: Tensor, plane: Plane, coefficients: list[Tensor | None], mix: Tensor | None
+    ) -> Planes:
         """The better of a McCormick plane and of the linear part at the centre plus the bilinear range."""
         q, k = self.inputs[:2]
         q0, k0 = (
@@ -282,7 +309,7 @@ class BoundAttentionScores(BoundAttentionOperator):
         product = (scaled * (q0 @ k0.mT)).flatten(2).sum(-1)
         own = [_fit(scaled @ k0, q), _fit(scaled.mT @ q0, k)], loss - product
         gap = product - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
-        return _choose(-loss <= gap, own, (coefficients, plane.bias))
+        return _mixed(-loss <= gap, own, (coefficients, plane.bias), mix)
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         q, k = self.inputs[:2]
@@ -324,7 +351,9 @@ class BoundL2Scores(BoundAttentionScores):
             lower, upper = lower + v[2][0], upper + v[2][0]
         return lower, upper
 
-    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+    def lower_plane(
+        self, a: Tensor, alpha: Tensor | None, mix: Tensor | None
+    ) -> tuple[list[Tensor | None], Tensor]:
         q, k = self.inputs[:2]
         tangent: Tensor | float = 0.0 if alpha is None else alpha - 0.5  # within half of the box
         plane = distance_lower_plane(-self.scale * a, *_box(q), *_box(k), tangent, self.same)
@@ -335,15 +364,15 @@ class BoundL2Scores(BoundAttentionScores):
                 bias = bias + (c * _box(node)[0]).flatten(2).sum(-1)
                 coefficients[i] = None
         if self.local is not None and q.perturbed and k.perturbed:
-            coefficients, bias = self._or_jacobian(a, plane, coefficients)
+            coefficients, bias = self._or_jacobian(a, plane, coefficients, mix)
         if (mask := self._mask()) is not None:
             bias = bias + (a * mask).flatten(2).sum(-1)
             coefficients.append(None)
         return coefficients, bias
 
     def _or_jacobian(
-        self, a: Tensor, plane: Plane, coefficients: list[Tensor | None]
-    ) -> tuple[list[Tensor | None], Tensor]:
+        self, a: Tensor, plane: Plane, coefficients: list[Tensor | None], mix: Tensor | None
+    ) -> Planes:
         """The better of the box's plane and of the tangent at the centre plus the range of what it leaves."""
         q, k = self.inputs[:2]
         q0, k0 = (
@@ -357,7 +386,7 @@ class BoundL2Scores(BoundAttentionScores):
         # the slope times the point is twice the value
         own = [_fit(on_q, q), _fit(on_k, k)], loss - at_centre
         gap = at_centre - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
-        return _choose(-loss <= gap, own, (coefficients, plane.bias))
+        return _mixed(-loss <= gap, own, (coefficients, plane.bias), mix)
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         q, k = self.inputs[:2]
@@ -416,7 +445,9 @@ class BoundAttentionWeights(BoundAttentionOperator):
     def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
         return probability_box(*v[0][:2])
 
-    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+    def lower_plane(
+        self, a: Tensor, alpha: Tensor | None, mix: Tensor | None
+    ) -> tuple[list[Tensor | None], Tensor]:
         lower, upper = _box(self.inputs[0])
         box = log_probability_box(lower, upper)
         shift: Tensor | float = 0.0
@@ -543,15 +574,17 @@ class BoundAttentionAverage(BoundAttentionOperator):
             value = value + (on_v * local.values.reshape(-1, *v.output_shape[1:])).flatten(2).sum(-1)
         return (a * local.average.to(a).reshape(-1, *self.output_shape[1:])).flatten(2).sum(-1) - value
 
-    def lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
+    def lower_plane(
+        self, a: Tensor, alpha: Tensor | None, mix: Tensor | None
+    ) -> tuple[list[Tensor | None], Tensor]:
         if self.local is None or not self.inputs[1].perturbed:
             return self._lower_plane(a, alpha)
         own, own_bias, loss = self._jacobian(a)
         other, bias = self._lower_plane(a, alpha)
         if other[1] is None:  # the key plane loses more at the centre, for all but huge moves
-            return _choose(torch.isfinite(loss), (own, own_bias), (other, bias))
+            return _mixed(torch.isfinite(loss), (own, own_bias), (other, bias), mix)
         better = loss <= self._lse_gap(a, other[1], other[2], bias)
-        return _choose(better, (own, own_bias), (other, bias))
+        return _mixed(better, (own, own_bias), (other, bias), mix)
 
     def _lower_plane(self, a: Tensor, alpha: Tensor | None) -> tuple[list[Tensor | None], Tensor]:
         if alpha is None or not self.inputs[1].perturbed:

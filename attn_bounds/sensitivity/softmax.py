@@ -62,6 +62,35 @@ def probability_box(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     return low.exp(), high.exp()
 
 
+def centred_probability_box(p: Tensor, low: Tensor, high: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+    """Range of `softmax(s + Δ)_c` where the moves are centred, `Σ p_c Δ_c = 0`: first order in Δ is exact.
+
+    The others' part of the sum, `R = Σ_{k≠c} p_k e^{Δ_k}`, lies by Jensen's inequality above
+    `(1 − p_c) e^{−p_c Δ_c / (1 − p_c)}`, and below `1 − p_c − p_c Δ_c + square`, as
+    `e^x ≤ 1 + x + ψ x²`; and `p'_c = p_c e^{Δ_c} / (p_c e^{Δ_c} + R)` grows with Δ_c in both.
+
+    Arguments:
+        p: (…, m) softmax(s). low, high: (…, m) ranges of Δ_c.
+        square: (…) bound of `Σ p_k ψ(|Δ_k|) Δ_k²`, ψ(x) = (e^x − 1 − x) / x².
+
+    Returns:
+        two of (…, m).
+    """
+    log_p = p.log()
+    log_rest = log_sum_exp_of_others(log_p)
+    ulp = _ulp(p) * p.shape[-1]
+    up = log_p - log_rest + high * (1.0 + (log_p - log_rest).exp())
+    most = log_rest.exp() - p * low + square.unsqueeze(-1)
+    down = log_p + low - most.log()
+
+    def moved(logit: Tensor, sign: float) -> Tensor:
+        size = 1.0 + logit.abs() + log_p.abs() + log_rest.abs()
+        return torch.sigmoid(logit + sign * ulp * size)
+
+    # a key that is alone, or has probability 0, is left to the box of the scores
+    return moved(down, -1.0).nan_to_num(nan=0.0), moved(up, 1.0).nan_to_num(nan=1.0)
+
+
 class SoftmaxPlanes(NamedTuple):
     """Affine lower and upper bounds of the probabilities around the scores `centre`.
 

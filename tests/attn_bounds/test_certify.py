@@ -25,7 +25,7 @@ from attn_bounds import (
     certify,
     pgd,
 )
-from attn_bounds.verifier import AUTO_BALLS, OWN_METHODS
+from attn_bounds.verifier import AUTO, OWN_METHODS
 
 from .small_models import DIGITS, digits, linear_model, relu_model, weights
 
@@ -106,7 +106,46 @@ def test_auto_is_as_good_as_its_stages_and_stops_when_one_suffices(vit: Verifier
     hard = vit.certify_set(ball, spec, method="auto", attack=False)
     margins = [t["margin"] for t in hard.tried]
     assert hard.margin is not None and hard.margin >= max(margins) - 1e-9
-    assert [t["method"] for t in hard.tried] == list(AUTO_BALLS)
+    assert [t["method"] for t in hard.tried] == list(AUTO)
+
+
+def test_the_best_pass_per_row_counts(vit: Verifier) -> None:
+    x, y = digits(1)
+    ball, spec = vit.ball(x[0], 2, 0.35), vit.specification(y[0])
+    c = vit.certify_set(ball, spec, method="sensitivity-alpha", attack=False)
+    assert c.status == "unknown" and c.margins is not None and c.won is not None
+    (tried,) = c.tried
+    names = [p["pass"] for p in tried["passes"]]
+    assert names == ["forward", "refined", "alpha"]
+    assert tried["seconds"] == pytest.approx(sum(p["seconds"] for p in tried["passes"])) == c.seconds
+    found = {name: row[0] for name, row, _ in vit.row_passes([ball], [spec], "sensitivity-alpha")}
+    for k, (won, margin) in enumerate(zip(c.won, c.margins, strict=True)):
+        best = max(float(row[k]) for row in found.values())
+        assert margin == pytest.approx(best) == pytest.approx(float(found[won.split(": ")[1]][k]))
+    # decided by the first pass, nothing else runs
+    easy = vit.certify_set(vit.ball(x[0], 2, 0.05), spec, method="sensitivity-alpha", attack=False)
+    assert [p["pass"] for p in easy.tried[0]["passes"]] == ["forward"]
+    assert set(easy.won or []) == {"sensitivity-alpha: forward"}
+
+
+def test_time_limit_in_the_process_keeps_the_best_so_far(vit: Verifier) -> None:
+    x, y = digits(1)
+    ball, spec = vit.ball(x[0], 2, 0.35), vit.specification(y[0])
+    quick = vit.certify_set(ball, spec, method="sensitivity", attack=False)
+    c = vit.certify_set(ball, spec, method="sensitivity-alpha", attack=False, time_limit=1e-3)
+    assert [p["pass"] for p in c.tried[0]["passes"]] == ["forward"] and c.margins == quick.margins
+    assert c.reason == "bound not positive; time limit of 0.001 s passed"
+    none = vit.certify_set(ball, spec, method="auto", attack=False, time_limit=1e-9)
+    assert none.margin is None and "time limit" in none.reason and not none.tried
+
+
+def test_auto_leaves_out_what_a_large_model_has_no_time_or_memory_for(vit: Verifier) -> None:
+    numbers, ratio = vit.graph(stock=False).domain().crown_work()
+    assert numbers > 0 and ratio > 0
+    assert vit.not_worth("crown", 1.0, math.inf) == vit.not_worth("sensitivity-alpha", 1e9, 1.0) == ""
+    assert "crown would take about" in vit.not_worth("crown", 10.0, 9.0 * ratio)
+    small = Verifier(DIGITS, memory=4.0 * numbers)
+    assert "GB" in small.not_worth("alpha-crown", 0.0, math.inf)
 
 
 def test_batch_equals_loop(vit: Verifier) -> None:

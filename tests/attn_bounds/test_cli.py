@@ -267,14 +267,14 @@ def test_help_has_examples() -> None:
 
 
 def test_what_libraries_print_is_kept_off_stdout(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Verifier.row_bounds
+    original = Verifier.row_passes
 
     def talkative(self: Verifier, *args: Any) -> Any:
         print("Early stop!")
         warnings.warn("deprecated", DeprecationWarning, stacklevel=1)
         return original(self, *args)
 
-    monkeypatch.setattr(Verifier, "row_bounds", talkative)
+    monkeypatch.setattr(Verifier, "row_passes", talkative)
     result = run("certify", files.model, "--data", files.data, "--count", 1, "--eps", 0.001, "--json", code=0)
     assert json.loads(result.stdout)["status"] == "verified"
     assert "Early stop!" in result.stderr and "deprecated" not in result.stderr

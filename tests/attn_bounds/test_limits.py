@@ -21,7 +21,7 @@ import torch
 from attn_bounds import Certificate, InputError, Property, Verifier, certify, limits
 from attn_bounds.limits import LimitedVerifier, check_timeout
 from attn_bounds.memory import parse_memory
-from attn_bounds.verifier import AUTO_BALLS
+from attn_bounds.verifier import AUTO
 
 from .small_models import DIGITS, digits, relu_model
 
@@ -33,10 +33,12 @@ REAL_CHILD = limits._child
 
 def _sabotaged_child(connection: Connection, model: str, threads: int, kwargs: dict[str, Any]) -> None:
     """The real child, where bounds by alpha-crown misbehave as the folder of the model says."""
-    original = Verifier.row_bounds
+    original = Verifier.row_passes
     hoard = []
 
-    def row_bounds(self: Verifier, inputs: Any, specs: Any, method: str) -> Any:
+    def row_passes(
+        self: Verifier, inputs: Any, specs: Any, method: str, deadline: float | None = None
+    ) -> Any:
         if method == "alpha-crown":
             what = Path(model).parent.name
             if what == "slow":
@@ -52,9 +54,9 @@ def _sabotaged_child(connection: Connection, model: str, threads: int, kwargs: d
                 raise KeyError("a bug")
             elif what == "full":
                 raise MemoryError
-        return original(self, inputs, specs, method)
+        return original(self, inputs, specs, method, deadline)
 
-    Verifier.row_bounds = row_bounds  # type: ignore[method-assign]
+    Verifier.row_passes = row_passes  # type: ignore[method-assign]
     REAL_CHILD(connection, model, threads, kwargs)
 
 
@@ -105,7 +107,7 @@ def test_time_limit_keeps_the_stages_that_finished(sabotaged: Callable[[str], Pa
         c = v.certify_input(X, 0, method="auto", **LOOSE)
         assert time.monotonic() - begin < 60
         assert c.status == "unknown" and c.reason == "time limit of 1.5 s passed during alpha-crown"
-        before = list(AUTO_BALLS[: AUTO_BALLS.index("alpha-crown")])
+        before = list(AUTO[: AUTO.index("alpha-crown")])
         finished = [certify(inside, X, 0, method=m, **LOOSE) for m in before]
         assert [t["method"] for t in c.tried] == before
         plain = finished[before.index("crown")]
@@ -153,7 +155,7 @@ def test_memory_limit(sabotaged: Callable[[str], Path]) -> None:
     with LimitedVerifier(model, memory="1.2GB") as v:
         c = v.certify_input(X, 0, method="auto", **LOOSE)
         assert c.reason == "memory limit of 1.2 GB passed during alpha-crown"
-        assert c.status == "unknown" and c.margin is not None and len(c.tried) == len(AUTO_BALLS) - 1
+        assert c.status == "unknown" and c.margin is not None and len(c.tried) == len(AUTO) - 1
 
 
 def test_memory_too_small_to_load_the_model(tmp_path: Path) -> None:

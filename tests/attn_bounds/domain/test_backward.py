@@ -59,7 +59,9 @@ def test_backward_equals_forward_where_slopes_are_equal(eps: float, monkeypatch:
     found = graph.propagate(x, backward=True)
     forward, _ = found.lower(c)
     with lirpa.default_dtype(torch.float64):
-        backward, _ = graph._backward(found, x, c, True, False)
+        bounds = graph.backward_bounds(found, x, c, True, False)
+    assert bounds is not None
+    backward = bounds[0]
     centre = (case.module(case.inputs[0]).flatten(1) @ c[0].T)[0]
     assert backward is not None
     loss = (centre - forward)[0].detach()
