@@ -12,6 +12,7 @@ from attn_bounds.sensitivity.bilinear import product_lower_plane, product_range
 from attn_bounds.sensitivity.softmax import (
     average_range,
     best_row_shift,
+    centred_probability_box,
     jacobian_norm_upper,
     key_lower_plane,
     largest_average,
@@ -115,6 +116,47 @@ def test_planes_hold(lower: Tensor, upper: Tensor) -> None:
 
         assert (descend(below, lower, upper) >= 0).all()
         assert (descend(above, lower, upper) >= 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-4, 0.1, 1.0, 5.0])
+def test_centred_probability_box(size: float) -> None:
+    """Never violated by a descent over centred moves, and exact to first order."""
+    scores = 2.0 * rand(90, 40, 5)
+    p = torch.softmax(scores, -1)
+    reach = size * (0.2 + rand(91, 40, 5).abs())
+    x = torch.zeros((2, 5, 40, 5), requires_grad=True)  # one row per side and entry
+    optimiser = torch.optim.Adam([x], 0.05)
+    square = torch.zeros(40)
+
+    def moves() -> Tensor:
+        d = reach * torch.tanh(x)
+        d = d - (p * d).sum(-1, keepdim=True)
+        return d * (reach / d.abs().clamp(min=1e-300)).amin(-1, keepdim=True).clamp(max=1.0)
+
+    smallest, largest = torch.full_like(p, math.inf), torch.zeros_like(p)
+    eye = torch.eye(5).unsqueeze(1)
+    for _ in range(200):
+        d = moves()
+        own = (torch.softmax(scores + d, -1) * eye).sum(-1)  # (2, entry, rows)
+        ratio = torch.where(d.abs() > 1e-4, (d.exp() - 1.0 - d) / d.square().clamp(min=1e-30), 0.5 + d / 6)
+        square = torch.maximum(square, (p * ratio * d.square()).sum(-1).detach().amax((0, 1)))
+        smallest = torch.minimum(smallest, own[0].detach().T)
+        largest = torch.maximum(largest, own[1].detach().T)
+        optimiser.zero_grad()
+        (own[0].log().sum() - own[1].log().sum()).backward()
+        optimiser.step()
+    low, high = centred_probability_box(p, -reach, reach, square * (1.0 + 1e-6))
+    assert (low <= smallest).all() and (high >= largest).all()
+    if size == 1e-4:
+        assert torch.allclose(high - p, p * reach, rtol=1e-2) and torch.allclose(
+            p - low, p * reach, rtol=1e-2
+        )
+
+
+def test_centred_probability_box_of_one_key() -> None:
+    one = torch.ones(2, 1)
+    low, high = centred_probability_box(one, 0.0 * one, 0.0 * one, torch.zeros(2))
+    assert (low <= 1.0).all() and (high == 1.0).all()
 
 
 def test_planes_touch_at_a_point() -> None:
