@@ -27,11 +27,12 @@ from onnx_export import attention
 OUT = Path(__file__).resolve().parent / "results"
 RADII = (1e-3, 1e-2, 0.1, 0.3, 1.0)
 NORMS = (1.0, 2.0, math.inf)
-METHODS = ("ibp", "sensitivity", "crown")
+METHODS = ("ibp", "sensitivity", "sensitivity-crown", "sensitivity-alpha", "crown")
 ACTIVATIONS = {
     "relu": torch.relu,
     "leaky_relu": lambda x: nn.functional.leaky_relu(x, 0.1),
     "tanh": torch.tanh,
+    "gelu": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))),
     "silu": lambda x: x * torch.sigmoid(x),
 }
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT.parent / "shared" / "data" / "vnncomp_vit"
+from shared_vits import DATA, RESULTS, model_of, names
 
 
 def main() -> None:
@@ -27,8 +25,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--models", default="pgd,ibp", help="by the first letters (default both)")
     args = parser.parse_args()
-    if not DATA.is_dir():
-        sys.exit(f"the competition files are not there: {DATA}")
     import torch
 
     from attn_bounds import lirpa, read_vnnlib
@@ -36,18 +32,15 @@ def main() -> None:
     from attn_bounds.report import progress
 
     torch.set_num_threads(args.threads)
-    out = ROOT / "benchmarks" / "results" / f"linf_properties-{lirpa.version()}.json"
+    out = RESULTS / f"linf_properties-{lirpa.version()}.json"
     before = json.loads(out.read_text()) if out.is_file() else {"rows": []}
     rows: list[dict[str, Any]] = before["rows"]
     done = {(r["property"], r["asked"]) for r in rows}
-    lines = [line.split(",")[1] for line in (DATA / "instances.csv").read_text().split()]
-    names = [Path(n).name.split(".")[0] for n in lines]
-    todo = [n for n in names if n.startswith(tuple(args.models.split(","))) and (n, args.method) not in done]
+    todo = [n for n in names(args.models) if (n, args.method) not in done]
     with progress(len(todo)) as begin:
         for name in todo:
             begin(name)
-            model = DATA / f"{name.rsplit('_', 1)[0]}.onnx"
-            with LimitedVerifier(model, timeout=args.timeout) as verifier:
+            with LimitedVerifier(model_of(name), timeout=args.timeout) as verifier:
                 prop = read_vnnlib(
                     DATA / "vnnlib" / f"{name}.vnnlib.gz", verifier.input_shape, verifier.outputs
                 )

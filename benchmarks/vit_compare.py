@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT.parent / "shared" / "data" / "vnncomp_vit"
+from shared_vits import RESULTS, load, names
+
 SETS = ("linf", "l2:0.2", "l2:0.5")
 
 
@@ -29,12 +29,10 @@ def one(job: tuple[str, str, str, str, int]) -> dict[str, Any]:
     model, name, input_set, method, threads = job
     import torch
 
-    from attn_bounds import InputSet, Verifier, lirpa, read_vnnlib
+    from attn_bounds import InputSet, lirpa
 
     torch.set_num_threads(threads)
-    verifier = Verifier(DATA / f"{model}.onnx")
-    prop = read_vnnlib(DATA / "vnnlib" / f"{name}.vnnlib.gz", verifier.input_shape, verifier.outputs)
-    inputs, spec = prop.cases[0]
+    verifier, inputs, spec = load(name)
     if input_set != "linf":
         inputs = InputSet.ball(inputs.center, 2.0, float(input_set.split(":")[1]))
     verifier.graph(method.startswith("stock-"))
@@ -121,11 +119,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     parser.add_argument("--out", type=Path, help="JSON file (default results/vit_compare-VERSION.json)")
     args = parser.parse_args()
-    if not DATA.is_dir():
-        sys.exit(f"the competition files are not there: {DATA}")
+    every = names(args.models)
     from attn_bounds import lirpa
 
-    out = args.out or ROOT / "benchmarks" / "results" / f"vit_compare-{lirpa.version()}.json"
+    out = args.out or RESULTS / f"vit_compare-{lirpa.version()}.json"
     before: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"rows": [], "commands": []}
     rows: list[dict[str, Any]] = before["rows"]
     for r in rows:  # files of older runs
@@ -133,17 +130,8 @@ def main() -> None:
     command = "python benchmarks/vit_compare.py " + " ".join(sys.argv[1:])
     commands = list(dict.fromkeys([*before.get("commands", []), command]))
     done = {(r["model"], r["property"], r["set"], r["method"]) for r in rows}
-    jobs = []
-    for line in (DATA / "instances.csv").read_text().split():
-        onnx, vnnlib, _ = line.split(",")
-        model, name = onnx.removesuffix(".onnx"), Path(vnnlib).name.split(".")[0]
-        if any(model.startswith(m) for m in args.models.split(",")):
-            jobs.append((model, name))
-    kept = [
-        j
-        for m in sorted({j[0] for j in jobs}, reverse=True)
-        for j in [k for k in jobs if k[0] == m][: args.count]
-    ]
+    jobs = [(n.rsplit("_", 1)[0], n) for n in every]
+    kept = [j for m in dict(jobs) for j in [k for k in jobs if k[0] == m][: args.count]]
     todo = [
         (model, name, s, method, args.threads)
         for model, name in kept

@@ -16,11 +16,13 @@ from .forms import AffineForm, Groups, Rest
 from .rules import append_identity
 from .sets import AttentionRemainder, Ball, intersection
 from .steps import AttentionStep, ScorePlanes
-from .values import Symbols, ValueMoves
+from .values import Factor, Symbols, ValueMoves
 
 EXACT_WORK = 2**31  # eigenvalue problems of an attention's scores: beyond, (pairs · dk³), by Frobenius norms
 SMALL = 0.05  # part of the moves of V from which on a group is worth more than its supports
-WIDE = 0.1  # deviation of scores from which on log-sum-exp planes may beat the second-order remainder
+# deviation of scores from which on log-sum-exp planes may beat the second-order remainder: over a box, and
+# over a ball, where the remainder is a quadratic form
+WIDE, WIDE_BALL = 0.1, 0.5
 BLOCK = 2**26  # entries of the generators of scores that are held at once
 
 
@@ -181,10 +183,10 @@ def _value_moves(v: AffineForm, p: Tensor, groups: Groups) -> list[ValueMoves]:
     ):
         rows = keys = symbols = None
         if gram is not None:
-            rows = gram_factor(torch.einsum("bhnc,bhcde->bhnde", p, gram))
+            rows = Factor.of(gram_factor(torch.einsum("bhnc,bhcde->bhnde", p, gram)))
         if type(s) is Ball and s.norm == 2.0:
             assert gram is not None
-            keys = gram_factor(gram)
+            keys = Factor.of(gram_factor(gram))
         worth = support.flatten(1).sum(1) >= SMALL * total
         if keys is None and bool(worth.any()) and groups.keep(w.numel()):
             generators = w.reshape(*w.shape[:2], *v.centre.shape[1:]).transpose(1, 2).contiguous()
@@ -192,7 +194,7 @@ def _value_moves(v: AffineForm, p: Tensor, groups: Groups) -> list[ValueMoves]:
         out.append(ValueMoves(support, rows, keys, symbols))
     if v.rest is not None:
         lengths = (p @ v.rest.norm.double().square().unsqueeze(-1)).sqrt() * groups.growth
-        rows = lengths.unsqueeze(-1) * torch.eye(v.centre.shape[-1], dtype=p.dtype)
+        rows = Factor.of(lengths.unsqueeze(-1) * torch.eye(v.centre.shape[-1], dtype=p.dtype))
         out.append(ValueMoves(supports[-1], rows))
     return out
 
@@ -444,7 +446,8 @@ def _rows(
     own[:, : moved.shape[1]] += moved
     first = linear[:, : groups.sets[0].size].clone() if keep else None
     wide = None
-    far = (sd > WIDE).flatten(1).any(1)
+    wide_from = WIDE if groups.sets[0].radius is None else WIDE_BALL
+    far = (sd > wide_from).flatten(1).any(1)
     if keep and bool(far.any()) and q.rest is None and k.rest is None and groups.keep(linear.numel()):
         wide = linear, centre, d_low.double(), d_high.double(), far
 

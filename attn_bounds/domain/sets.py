@@ -285,7 +285,7 @@ class AttentionRemainder(ErrorSet):
             size = torch.linalg.vector_norm(group.support, dim=-1).unsqueeze(2)
             best = (rows.p * size.square()).sum(-1, keepdim=True).sqrt()
             if group.rows is not None:
-                best = torch.minimum(best, torch.linalg.matrix_norm(group.rows).unsqueeze(-1))
+                best = torch.minimum(best, torch.linalg.matrix_norm(group.rows.matrix).unsqueeze(-1))
             sd_u, top_u = sd_u + best, top_u + size.amax(-1, keepdim=True)
         norm = curvature_bound(y, slope_bound(y, rows), rows) + score_bound(y, rows)
         return box, (norm + cross_bound(sd_u, top_u, rows)).squeeze(-1)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .sets import ErrorSet
 
 WORK = 2e9  # multiplications per sample up to which functionals are taken through the generators of V
-FEW = 64  # functionals that are not looked through for repetitions
+FEW = 256  # functionals that are not looked through for repetitions
 CHUNK = 2**22  # entries of their images that are held at once
 
 
@@ -64,25 +64,39 @@ class Symbols(NamedTuple):
         return torch.stack(found, 1).to(a) * self.growth
 
 
+class Factor(NamedTuple):
+    """`L` of `L Lᵀ`, (…, dv, dv), and the lengths of its rows, (…, dv), which its rounding goes with."""
+
+    matrix: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Factor:
+        return cls(matrix, torch.linalg.vector_norm(matrix, dim=-1))
+
+    def to(self, dtype: torch.dtype, grow: float) -> Factor:
+        return Factor((self.matrix * grow).to(dtype), (self.lengths * grow).to(dtype))
+
+
 class ValueMoves(NamedTuple):
     """What one group of symbols does to V.
 
     Attributes:
         support: (batch, heads, m, dv) bound of each |dV|.
-        rows: (batch, heads, n, dv, dv) factor L of `ρ² Σ_c p_c V_c V_cᵀ = L Lᵀ` where the group lies in a
+        rows: (batch, heads, n, dv, dv) factor of `ρ² Σ_c p_c V_c V_cᵀ` where the group lies in a
             ball of radius ρ, else None.
         keys: (batch, heads, m, dv, dv) factor of `ρ² V_c V_cᵀ`, or None.
         symbols: the group itself, or None.
     """
 
     support: Tensor
-    rows: Tensor | None = None
-    keys: Tensor | None = None
+    rows: Factor | None = None
+    keys: Factor | None = None
     symbols: Symbols | None = None
 
     def to(self, dtype: torch.dtype, grow: float) -> ValueMoves:
         """Rounded, and grown by more than that."""
-        rows, keys = ((None if t is None else (t * grow).to(dtype)) for t in self[1:3])
+        rows, keys = (None if f is None else f.to(dtype, grow) for f in (self.rows, self.keys))
         return ValueMoves((self.support * grow).to(dtype), rows, keys, self.symbols)
 
     def deviation(self, a: Tensor, u: Tensor, p: Tensor) -> Tensor:
@@ -90,14 +104,15 @@ class ValueMoves(NamedTuple):
         best = (u.square() @ p.unsqueeze(-1)).squeeze(-1).sqrt()
         if self.rows is None:
             return best
-        lengths = torch.linalg.vector_norm(self.rows, dim=-1).unsqueeze(-1)
         slack = 8.0 * a.shape[-1] * torch.finfo(a.dtype).eps
-        by_row = torch.linalg.vector_norm(a @ self.rows, dim=-1) + slack * (a.abs() @ lengths).squeeze(-1)
-        return torch.minimum(best, by_row)
+        rounding = slack * (a.abs() @ self.rows.lengths.unsqueeze(-1)).squeeze(-1)
+        return torch.minimum(best, torch.linalg.vector_norm(a @ self.rows.matrix, dim=-1) + rounding)
 
     def at(self, index: Tensor) -> ValueMoves:
         """For some of the query rows."""
-        return self._replace(rows=None if self.rows is None else self.rows[:, :, index])
+        if self.rows is None:
+            return self
+        return self._replace(rows=Factor(*(t[:, :, index] for t in self.rows)))
 
     def boxes(self, a: Tensor) -> Tensor:
         """Bound of |u| by the entries' supports: (b, h, n, F, dv) → (b, h, n, F, m)."""
@@ -111,11 +126,11 @@ class ValueMoves(NamedTuple):
         dv, size = a.shape[-1], a.abs()
         box = size @ self.support.mT
         if self.keys is not None:
-            m = self.keys.shape[2]
-            flat = a @ self.keys.transpose(2, 3).flatten(3)  # (b, h, D, m · dv)
+            m = self.keys.lengths.shape[2]
+            flat = a @ self.keys.matrix.transpose(2, 3).flatten(3)  # (b, h, D, m · dv)
             by_ball = torch.linalg.vector_norm(flat.unflatten(-1, (m, dv)), dim=-1)
             rounding = 8.0 * dv * torch.finfo(a.dtype).eps
-            by_ball = by_ball + rounding * (size @ torch.linalg.vector_norm(self.keys, dim=-1).mT)
+            by_ball = by_ball + rounding * (size @ self.keys.lengths.mT)
             box = torch.minimum(box, by_ball)
         if self.symbols is not None and float(self.symbols.generators[0].numel()) * a.shape[2] <= WORK:
             rounding = 8.0 * dv * torch.finfo(self.symbols.generators.dtype).eps
