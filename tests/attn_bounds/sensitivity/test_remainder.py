@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +46,27 @@ def test_curvature_identity() -> None:
     simpson = torch.ones(2001, dtype=torch.float64)
     simpson[1:-1:2], simpson[2:-1:2] = 4.0, 2.0
     assert float((simpson * integrand).sum() / 6000) == pytest.approx(float(left), abs=1e-10)
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 3.0])
+def test_attention_is_its_tangent_and_two_integrals(size: float) -> None:
+    """theory.md, (5), values moving as well: o' − o = E_0[w] + Cov_0(Δ,v) + ∫(1−t) E_t[…] + ∫ Cov_t(Δ,w)."""
+    nodes, weights = np.polynomial.legendre.leggauss(60)
+    t, weight = torch.from_numpy(nodes + 1.0)[:, None, None] / 2, torch.from_numpy(weights) / 2
+    s, move = rand(3, 4, 6), rand(4, 4, 6, scale=size)
+    v, w = rand(5, 4, 6), rand(6, 4, 6, scale=size)
+    p = torch.softmax(s, -1)
+
+    def cov(q: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (q * (a - (q * a).sum(-1, keepdim=True)) * b).sum(-1)
+
+    left = (torch.softmax(s + move, -1) * (v + w)).sum(-1) - (p * v).sum(-1)
+    q = torch.softmax(s + t * move, -1)  # (nodes, 4, 6)
+    square = (move - (q * move).sum(-1, keepdim=True)).square()
+    curvature = (1.0 - t[..., 0]) * cov(q, v.expand_as(q), square)
+    integrals = ((curvature + cov(q, move.expand_as(q), w)) * weight[:, None]).sum(0)
+    right = (p * w).sum(-1) + cov(p, move, v) + integrals
+    assert float((left - right).abs().max()) < 1e-10
 
 
 def test_psi_and_chi_dominate() -> None:
