@@ -25,6 +25,9 @@ class SoftmaxRemainder(ErrorSet):
     def tight_range(self, w: Tensor) -> Range:
         return intersection(self.box.tight_range(w), self.whole.tight_range(w))
 
+    def entry_range(self, w: Tensor) -> Range:
+        return self.box.range(w)
+
 
 def row_data(linear: Tensor, log_p: Tensor, groups: Groups) -> tuple[RowData, Range]:
     """`RowData` of scores without a bilinear part, and the range of their moves.

@@ -26,7 +26,7 @@ def distinct(a: Tensor) -> tuple[Tensor, Tensor]:
     Layers that do the same to every token leave many of them.
     """
     a = a.flatten(2, 3)
-    if a.shape[2] < FEW or len(a) > 1:  # few are left where a batch's samples repeat in the same places
+    if a.shape[2] < FEW:
         return a, torch.arange(a.shape[2])
     rows = a.detach().transpose(1, 2).transpose(0, 1).flatten(1)
     found, where = torch.unique(rows, dim=0, return_inverse=True)
