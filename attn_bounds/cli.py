@@ -139,8 +139,8 @@ Method = Annotated[
     typer.Option(
         metavar="M",
         rich_help_panel=_BOUND,
-        help="ibp, sensitivity, crown, alpha-crown (ours, cheap to tight); stock-ibp, stock-crown, "
-        "stock-alpha-crown (auto_LiRPA's own); auto: ours in this order until one suffices.",
+        help="ibp, sensitivity, sensitivity-crown, sensitivity-alpha, crown, alpha-crown (ours); stock-ibp, "
+        "stock-crown, stock-alpha-crown (auto_LiRPA's own); auto: ours, cheap to tight, until one suffices.",
     ),
 ]
 Dtype = Annotated[

@@ -243,15 +243,22 @@ class BoundedModule(LirpaModule):
             if getattr(node, "opt_stage", None) is not None:
                 node.opt_stage = None
 
-    def _remember(self, x: Sequence[Any]) -> None:
-        data = self.store.of(x)
+    def _node_bounds(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Bounds that the last pass left on the nodes between input and output."""
+        found = {}
         for node in self.all_nodes():
             lower, upper = getattr(node, "lower", None), getattr(node, "upper", None)
             if not isinstance(lower, Tensor) or not isinstance(upper, Tensor):
                 continue
             if node.perturbed and node.inputs and lower.shape == node.output_shape:
-                data.setdefault(node.name, {})["bounds"] = (lower.detach(), upper.detach())
-        data.pop(self.final_name, None)
+                found[node.name] = lower.detach(), upper.detach()
+        found.pop(self.final_name, None)
+        return found
+
+    def _remember(self, x: Sequence[Any]) -> None:
+        data = self.store.of(x)
+        for name, bounds in self._node_bounds().items():
+            data.setdefault(name, {})["bounds"] = bounds
 
     def intermediate_bounds(self, x: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
         """Bounds of the nodes that relaxations need, from the last CROWN pass on this input (else empty)."""
@@ -355,12 +362,18 @@ class BoundedModule(LirpaModule):
         if not all(bool(torch.isfinite(t).all()) for bounds in found.bounds.values() for t in bounds):
             return None  # auto_LiRPA takes 0 · ∞ for 0
         averages = [n for n in self.all_nodes() if n.name in found.local]
-        given = {lirpa.interm_bounds_argument(): found.bounds}
+        given = dict(found.bounds)
         sides = {"bound_lower": bound_lower, "bound_upper": bound_upper}
         compute = super().compute_bounds
+        complete = False
 
         def bound() -> Bounds:
-            low, high = compute(x=x, C=C, method="CROWN", **sides, **given)[:2]
+            nonlocal complete
+            argument = {lirpa.interm_bounds_argument(): given}
+            low, high = compute(x=x, C=C, method="CROWN", **sides, **argument)[:2]
+            if not complete:  # what auto_LiRPA wants to know besides has no α of its own
+                given.update({n: b for n, b in self._node_bounds().items() if n not in given})
+                complete = True
             return low, high
 
         try:
