@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from .module import BoundedModule
 
 OWN_METHODS = ("ibp", "sensitivity", "sensitivity-crown", "sensitivity-alpha", "crown", "alpha-crown")
+NORM_METHODS = ("lofast", "lofast-paper")  # l2 only, and not part of `auto`
 STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
-METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
+METHODS = (*OWN_METHODS, *NORM_METHODS, *STOCK_METHODS, "auto")
 AUTO = ("ibp", "sensitivity", "crown", "sensitivity-alpha", "alpha-crown")  # cheap to tight, for boxes
 AUTO_BALLS = ("ibp", "sensitivity", "sensitivity-alpha", "crown", "alpha-crown")  # where ours is far ahead
 _LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our BoundedModule
@@ -272,8 +273,8 @@ class Verifier:
                 lower = torch.full(functionals.shape[:2], math.nan)
         lower = lower.detach().double()
         finite = True
-        # what other methods left on the nodes says nothing about method sensitivity
-        for node in graph.all_nodes() if not name.startswith("sensitivity") else []:
+        # what other methods left on the nodes says nothing about these
+        for node in graph.all_nodes() if not name.startswith(("sensitivity", "lofast")) else []:
             bound = getattr(node, "lower", None)
             if isinstance(bound, Tensor) and node.perturbed and bound.is_floating_point():
                 # auto_LiRPA turns 0·inf into 0: an infinite intermediate bound makes the result worthless
