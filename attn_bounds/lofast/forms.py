@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,11 +35,18 @@ class Anchor:
         radius: `‖E‖_F ≤ radius`.
         value: (n, d) at the centre, float64; None for an error, which is not a tensor of the network.
         name: of its node.
+        balls: further bounds `‖E diag(g)‖_F ≤ r` as (g, r), g (d) without zeros. Where a BatchNorm of very
+            different gains follows, E is small in the directions that it stretches, and these know.
     """
 
     radius: float
     value: Tensor | None
     name: str
+    balls: list[tuple[Tensor, float]] = field(default_factory=list)
+
+    def every(self) -> list[tuple[Tensor | None, float]]:
+        """All bounds, the plain one first as (None, radius)."""
+        return [(None, self.radius), *self.balls]
 
 
 class Term(NamedTuple):
@@ -53,6 +60,12 @@ class Term(NamedTuple):
         left = self.h if h is None else h if self.h is None else h @ self.h
         right = self.w if w is None else w if self.w is None else self.w @ w
         return Term(left, right)
+
+    def behind(self, g: Tensor | None) -> Term:
+        """As a map of `E diag(g)`."""
+        if g is None:
+            return self
+        return Term(self.h, torch.diag(1.0 / g) if self.w is None else self.w / g[:, None])
 
 
 Terms = dict[Anchor, list[Term]]
@@ -133,55 +146,68 @@ class Form:
             for a, ts in self.terms.items()
         )
 
-    def norms(self) -> dict[Anchor, float]:
-        """Per anchor the norm of its map into the tensor, from above."""
+    def norms(self) -> list[list[float]]:
+        """Per anchor, and for each of its bounds, the norm of its map into the tensor, from above."""
         x = self if self.ordered() else self.matrix() or self
         repeats = 1.0
         if not x.ordered() and bool((x.place >= 0).any()):
             repeats = math.sqrt(float(torch.bincount(x.place[x.place >= 0]).max()))
-        return {a: repeats * norm(ts, x.n, x.d) for a, ts in x.terms.items()}
+        return [
+            [repeats * norm([t.behind(g) for t in ts], x.n, x.d) for g, _ in a.every()]
+            for a, ts in x.terms.items()
+        ]
 
-    def radius(self) -> float:
-        """Bound of the tensor's move in l2."""
-        return total((a.radius, size) for a, size in self.norms().items())
+    def radius(self, norms: list[list[float]] | None = None) -> float:
+        """Bound of the tensor's move in l2; norms, if they are known, as `norms` returns them."""
+        sizes = self.norms() if norms is None else norms
+        return GROW * sum(
+            min(product(r, size) for (_, r), size in zip(a.every(), own, strict=True))
+            for a, own in zip(self.terms, sizes, strict=True)
+        )
 
     def entries(self) -> Tensor:
         """Bound of each entry's move, (*dims)."""
         bound = torch.zeros(self.n, self.d, dtype=torch.float64)
         for a, ts in self.terms.items():
-            for h, w in ts:
-                rows = torch.ones(self.n, dtype=torch.float64) if h is None else h.norm(dim=1)
-                columns = torch.ones(self.d, dtype=torch.float64) if w is None else w.norm(dim=0)
-                bound = bound + a.radius * rows[:, None] * columns
+            best = torch.full_like(bound, torch.inf)
+            for g, r in a.every():
+                own = torch.zeros_like(bound)
+                for h, w in (t.behind(g) for t in ts):
+                    rows = torch.ones(self.n, dtype=torch.float64) if h is None else h.norm(dim=1)
+                    columns = torch.ones(self.d, dtype=torch.float64) if w is None else w.norm(dim=0)
+                    own = own + rows[:, None] * columns
+                own = torch.where(own > 0, r * own, own)  # ∞ · 0
+                best = torch.minimum(best, own)
+            bound = bound + best
         bound = (bound * GROW).flatten()[self.place.clamp(min=0)]
         return torch.where(self.place >= 0, bound, torch.zeros_like(bound))
 
     def functionals(self, c: Tensor) -> Tensor:
         """Bound of how far functionals move: (rows, entries of the tensor) → (rows)."""
         known = self.place.flatten() >= 0
-        g = torch.zeros(len(c), self.n * self.d, dtype=torch.float64)
-        g.index_add_(1, self.place.flatten()[known], c[:, known])
-        g = g.reshape(-1, self.n, self.d)
+        rows = torch.zeros(len(c), self.n * self.d, dtype=torch.float64)
+        rows.index_add_(1, self.place.flatten()[known], c[:, known])
+        rows = rows.reshape(-1, self.n, self.d)
         loss = torch.zeros(len(c), dtype=torch.float64)
         for a, ts in self.terms.items():
-            if a.radius == 0.0:
-                continue
-            parts = [(g if h is None else h.T @ g) if w is None else _left(h, g) @ w.T for h, w in ts]
-            moved = torch.stack(parts).sum(0)
-            # rounding of the products, relative to their terms and not to a sum that may cancel
-            size = sum(p.flatten(1).norm(dim=1) for p in parts)
-            size = moved.flatten(1).norm(dim=1) + 1e-12 * size
-            loss = loss + torch.where(size > 0, a.radius * size, torch.zeros_like(size))  # ∞ · 0
+            parts = []  # of the functional of the anchor
+            for h, w in ts:
+                part = rows if h is None else h.T @ rows
+                parts.append(part if w is None else part @ w.T)
+            found = []
+            for g, r in a.every():
+                behind = [x if g is None else x / g for x in (torch.stack(parts).sum(0), *parts)]
+                size, *own = (x.flatten(1).norm(dim=1) for x in behind)
+                # rounding of the products, relative to their terms and not to a sum that may cancel
+                size = size + 1e-12 * torch.stack(own).sum(0)
+                found.append(torch.where(size > 0, r * size, size))  # ∞ · 0
+            loss = loss + torch.stack(found).amin(0)
         return loss * GROW
 
 
-def _left(h: Tensor | None, g: Tensor) -> Tensor:
-    return g if h is None else h.T @ g
-
-
-def total(pairs: Iterable[tuple[float, float]]) -> float:
-    """Sum of radius times norm; 0 · ∞ is 0, as what does not move stays where it is."""
-    return sum(r * size for r, size in pairs if r > 0.0 and size > 0.0) * GROW
+def product(radius: float, size: float) -> float:
+    """Radius times norm; 0 · ∞ is 0, as what does not move stays where it is."""
+    return radius * size if radius > 0.0 and size > 0.0 else 0.0
 
 
 def fresh(anchor: Anchor, dims: tuple[int, ...], axis: int = -1) -> Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from ..convolutions import convolution_norm_upper
 from ..domain.linear import LINEAR, MOVES
 from ..domain.nodes import PRODUCTS, kind, value
 from ..errors import UnsupportedModelError
-from .forms import Anchor, Form, Term
+from .forms import Anchor, Form, Term, fresh
 from .patterns import axes
 
 LINEAR_NODES = {*LINEAR, "BoundBatchNormalization", "BoundDiv"}
+GAIN_STEPS = 40  # nodes that are looked at for the gains that follow a tensor
+GAINS = 2  # of them that are kept
 FACTORS = {"BoundMul", "BoundDiv", "BoundBatchNormalization"}
 
 
@@ -135,8 +138,8 @@ def feature_axis(node: Any, source: Any) -> int:
     return -1
 
 
-def convolution_norm(node: Any, channels: Tensor | None) -> float:
-    """`‖conv ∘ channels‖` from above, channels (c, in) acting on each pixel before it.
+def convolution_norm(node: Any, channels: Tensor | None, gain: Tensor | None) -> float:
+    """Norm of a convolution from above, channels (c, in) acting on each pixel before and gain (out) after it.
 
     Raises:
         UnsupportedModelError: not a two-dimensional convolution with a constant kernel.
@@ -146,6 +149,8 @@ def convolution_norm(node: Any, channels: Tensor | None) -> float:
         raise gap(node)
     stride, dilation, groups = tuple(node.stride), tuple(node.dilation), int(node.groups)
     size = 1.0
+    if gain is not None:
+        kernel = kernel * gain[:, None, None, None]
     if channels is not None and groups == 1:
         kernel = torch.einsum("oihw,ji->ojhw", kernel, channels)
     elif channels is not None:
@@ -153,6 +158,44 @@ def convolution_norm(node: Any, channels: Tensor | None) -> float:
 
         size = float(spectral_norm_upper(channels))
     return size * float(convolution_norm_upper(kernel, stride, dilation, groups))
+
+
+def gains(
+    node: Any, consumers: Callable[[Any], list[Any]], rules: dict[str, Any], moving: set[str]
+) -> list[Tensor]:
+    """Factors of the features that come next to a node on each way, (d), each divided by its largest.
+
+    Arguments:
+        rules: what a node is part of by name, None for a node by itself.
+    """
+    dims = tuple(node.output_shape[1:])
+    axis = 0 if kind(node) == "BoundConv" else -1
+    todo = [(node, fresh(Anchor(0.0, None, ""), dims, axis))]
+    found: list[Tensor] = []
+    for _ in range(GAIN_STEPS):
+        if not todo:
+            break
+        x, form = todo.pop()
+        for c in consumers(x):
+            if rules.get(c.name) is not None or c.name not in rules:
+                continue
+            if kind(c) == "BoundAdd" and all(i.name in moving for i in c.inputs):
+                todo.append((c, form))  # a branch joins
+            elif kind(c) in LINEAR_NODES - {"BoundConv"} and sum(i.name in moving for i in c.inputs) == 1:
+                try:
+                    after = linear(c, form, moving)
+                except UnsupportedModelError:
+                    continue
+                ((term,),) = after.terms.values() if after is not None else ((Term(None, None),),)
+                if after is not None and term.w is None:
+                    todo.append((c, after))
+                elif term.w is not None and kind(c) in FACTORS:
+                    g = term.w.diagonal().abs()
+                    g = g / g.amax().clamp(min=1e-300)
+                    useful = 1e-9 < float(g.amin()) < 0.9
+                    if useful and not any(torch.allclose(g, o) for o in found):
+                        found.append(g)
+    return found[:GAINS]
 
 
 def output_map(average: Any, chain: list[Any], node: Any, moving: set[str]) -> Tensor | None:

@@ -21,6 +21,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ from torch import Tensor
 from .. import lirpa
 from ..domain.nodes import AVERAGE, SCORES, is_unit, kind, value
 from ..errors import InputError, UnsupportedModelError
-from ..sensitivity.key import PAPER, AttentionLayer, Improvements, Moves, layer_bound, layer_parts
+from ..sensitivity.key import PAPER, AttentionLayer, Improvements, Moves, Parts, layer_bound, layer_parts
 from ..sensitivity.normalization import difference_norm, scale
-from .forms import GROW, Anchor, Form, Term, added, fresh, merged, total
+from .forms import GROW, Anchor, Form, Term, added, fresh, merged, product
 from .linear import (
     LINEAR_NODES,
     broadcast,
@@ -40,6 +41,7 @@ from .linear import (
     entry_factors,
     feature_axis,
     forward,
+    gains,
     gap,
     linear,
     output_map,
@@ -119,9 +121,16 @@ class Walk:
                 needed.update(i.name for i in self.reads[n.name])
         self.needed = needed
         self.readers = Counter(i for r in self.reads.values() for i in {n.name for n in r})
+        # where BatchNorm, or another factor per feature, follows an anchor
+        own = [n for n in self.nodes if n.name in self.rules]
+        self.gains = {
+            n.name: gains(n, lambda n: self._consumers.get(n.name, []), self.rules, self.moving)
+            for n in [self.entry, *own]
+            if self.readers[n.name] > 1 or kind(n) == "BoundConv" or self.rules.get(n.name) is not None
+        }
         self._centre: tuple[Any, ...] | None = None
         self.values: dict[str, Tensor] = {}
-        self.norms: dict[Any, list[float]] = {}
+        self.norms: dict[Any, list[list[float]]] = {}
 
     def _rule(self, node: Any) -> tuple[Any, list[Any]]:
         """What a node is the end of, and the moving nodes whose forms that needs."""
@@ -221,18 +230,28 @@ class _Pass:
         if all(ts == [Term(None, None)] for ts in form.terms.values()):
             return form.radius()  # of an anchor itself: the node has had another form before
         key = (*key, self.paper)
-        known = self.walk.norms.get(key)
-        if known is None:
-            known = self.walk.norms[key] = list(form.norms().values())
-        return total((a.radius, size) for a, size in zip(form.terms, known, strict=True))
+        if key not in self.walk.norms:
+            self.walk.norms[key] = form.norms()
+        return form.radius(self.walk.norms[key])
 
     def _smallest(self, node: Any, forms: Forms) -> float:
         return min(self._radius(f, (node.name, i)) for i, f in enumerate(forms))
 
     def _anchored(self, node: Any, forms: Forms, axis: int = -1) -> Form:
-        """The node as a new anchor: its radius is all that is kept."""
+        """The node as a new anchor: its radius is all that is kept, and that behind the gains that follow."""
         anchor = Anchor(self._smallest(node, forms), _as_matrix(self._value(node), axis), node.name)
+        for k, g in enumerate(self._gains(node) if axis == -1 else []):
+            radii = [float(g.amax()) * anchor.radius]
+            for i, form in enumerate(forms):
+                if (x := form.matrix()) is not None:
+                    diagonal = torch.diag(g)
+                    terms = ((a, merged(t.then(w=diagonal) for t in ts)) for a, ts in x.terms.items())
+                    radii.append(self._radius(x.with_terms(terms), (node.name, i, k)))
+            anchor.balls.append((g, min(radii)))
         return fresh(anchor, tuple(self._value(node).shape), axis)
+
+    def _gains(self, node: Any) -> list[Tensor]:
+        return [] if self.paper else self.walk.gains.get(node.name, [])
 
     def _settled(self, node: Any, forms: Forms) -> Forms:
         """Of a tensor that several nodes read: one weight away from an anchor, or an anchor itself."""
@@ -316,14 +335,21 @@ class _Pass:
 
     def _convolution(self, node: Any, source: Any, forms: Forms) -> Form:
         """A convolution is an anchor; what scales its channels is folded into the kernel."""
-        radii = []
+        radii: list[list[float]] = []
+        gains = self._gains(node)
         for form in forms:
             image = form.matrix(0)
             if image is None or not all(len(t) == 1 and t[0].h is None for t in image.terms.values()):
                 image = self._anchored(source, forms, 0)
-            folded = [(a, None if t.w is None else t.w) for a, (t,) in image.terms.items()]
-            radii.append(total((a.radius, convolution_norm(node, w)) for a, w in folded))
-        return self._new(node, min(radii), axis=0)
+            pairs = [(a.radius, t.w) for a, (t,) in image.terms.items()]
+            radii.append(
+                [sum(product(r, convolution_norm(node, w, g)) for r, w in pairs) for g in (None, *gains)]
+            )
+        plain, *others = (min(r) * GROW for r in zip(*radii, strict=True))
+        found = self._new(node, plain, axis=0)
+        (anchor,) = found.terms
+        anchor.balls.extend(zip(gains, others, strict=True))
+        return found
 
     # -- nonlinear nodes ------------------------------------------------------------------------------------
 
@@ -387,24 +413,42 @@ class _Pass:
         common = {"heads": h, "kv_heads": h_k, "scale": scores.scale, "mask": mask}
         sources = [self._source(n, at) for n, (at, _) in zip((q, k, v), heads, strict=True)]
         anchors = {s[0] for s in sources if s is not None}
-        dims = self._value(node).shape
-        n = q_at.shape[0]
-        if all(s is not None for s in sources) and len(anchors) == 1:
-            (anchor,) = anchors
-            assert anchor.value is not None
-            (w_q, b_q), (w_k, _), (w_v, _) = (s[1:] for s in sources if s is not None)
-            layer = AttentionLayer(w_q, w_k, w_v, w_o, b_q=b_q, **common)
-            p, w, rest = layer_parts(anchor.value, anchor.radius, layer, self.use)
-            # without an output map heads do not overlap
-            size = float(rest.sum() if merge else rest.norm()) * GROW
-            place = torch.arange(n * w_o.shape[1])
-            place = (place if merge else place.reshape(n, h, dv).transpose(0, 1)).reshape(dims)
-            terms = {
-                anchor: [Term(p[i], w[i]) for i in range(h)],
-                Anchor(size, None, node.name): [Term(None, None)],
-            }
-            return [Form(terms, n, w_o.shape[1], place)]
-        return [self._new(node, self._mixed(q, k, v, sources, heads, w_o, common))]
+        if len(anchors) != 1 or any(s is None for s in sources):
+            return [self._new(node, self._mixed(q, k, v, sources, heads, w_o, common))]
+        (anchor,) = anchors
+        (w_q, b_q), (w_k, _), (w_v, _) = (s[1:] for s in sources if s is not None)
+        layer = AttentionLayer(w_q, w_k, w_v, w_o, b_q=b_q, **common)
+        parts, second = self._self_attention(node, anchor, layer, merge)
+        n, dims = len(q_at), self._value(node).shape
+        place = torch.arange(n * w_o.shape[1])
+        place = (place if merge else place.reshape(n, h, dv).transpose(0, 1)).reshape(dims)
+        terms = {
+            anchor: [Term(p, w) for p, w in zip(parts.p, parts.w, strict=True)],
+            second: [Term(None, None)],
+        }
+        return [Form(terms, n, w_o.shape[1], place)]
+
+    def _self_attention(
+        self, node: Any, anchor: Anchor, layer: AttentionLayer, merge: bool
+    ) -> tuple[Parts, Anchor]:
+        """The linear part and what it leaves out, by the best bound of the anchor; merge: heads overlap."""
+        assert anchor.value is not None
+        gains = self._gains(node) if merge else []
+        sizes = [math.inf] * (1 + len(gains))
+        for g, radius in anchor.every():
+            x, inside = anchor.value, layer
+            if g is not None:  # X W = (X diag(g)) (diag(1/g) W)
+                x = x * g
+                w_q, w_k, w_v = (w / g[:, None] for w in (layer.w_q, layer.w_k, layer.w_v))
+                inside = replace(layer, w_q=w_q, w_k=w_k, w_v=w_v)
+            for i, after in enumerate([None, *gains]):
+                scaled = inside if after is None else replace(inside, w_o=layer.w_o * after)
+                parts = layer_parts(x, radius, scaled, self.use)
+                sizes[i] = min(sizes[i], float(parts.rest.sum() if merge else parts.rest.norm()) * GROW)
+                if g is None and after is None:
+                    first = parts
+        balls = list(zip(gains, sizes[1:], strict=True))
+        return first, Anchor(sizes[0], None, node.name, balls)
 
     def _heads(self, node: Any) -> tuple[Tensor, int]:
         """(tokens, heads · width) at the centre, and the number of heads, from (heads, tokens, width)."""

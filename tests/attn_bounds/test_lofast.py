@@ -348,6 +348,24 @@ def test_norms_of_sums_see_terms_cancel() -> None:
     assert norm([Term(None, w)], 3, 4) == pytest.approx(float(torch.linalg.matrix_norm(w, 2)))
 
 
+def test_gains_that_follow_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is enlarged before branches part, and shrunk in each of them, does not count."""
+
+    class Shrunk(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            g = torch.tensor([0.01, 1.0]).to(x)
+            y = torch.matmul(torch.tanh(x), torch.diag(1.0 / g))
+            return torch.matmul(torch.relu(y * g), torch.eye(2).to(x)) + y * g
+
+    case = Case("gains", Shrunk(), [tensor(0, 1, 3, 2)], [0], 0.1)
+    c = torch.eye(6, dtype=torch.float64)
+    low, high = bounds(case, c, 2.0, "lofast")
+    assert float((high - low).max()) <= 2 * 0.1 * 2.0 * (1 + 1e-6)
+    monkeypatch.setattr("attn_bounds.lofast.walk.gains", lambda *_: [])
+    low, high = bounds(case, c, 2.0, "lofast")
+    assert float((high - low).max()) > 2 * 0.1 * 2.0 * 1.2
+
+
 # -- what is refused ------------------------------------------------------------------------------------
 
 
