@@ -3,9 +3,9 @@
     python benchmarks/lofast_radii.py radii [--models pgd,ibp,digits] [--methods lofast,lofast-paper,…]
     python benchmarks/lofast_radii.py large [--tokens 197 --width 768 --heads 12 --layers 12]
 
-Radii are found by bisection to 2%, ten properties of each of the competition's Vision Transformers (where they
-are there) and ten inputs of the bundled model; the attack does not limit them. `large` bounds a Transformer
-with random weights. Finished rows are kept.
+Radii are found by bisection to 2%, of ten properties for each of the competition's Vision Transformers (where
+they are there) and of ten inputs for the bundled model; the attack does not limit them. `large` bounds a
+Transformer with random weights. Finished rows are kept.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def radius(name: str, method: str) -> dict[str, Any]:
     from attn_bounds import InputSet, lirpa
 
     verifier, center, spec = _open(name)
+    center = verifier.input(center)  # else the ball grows by what rounding moves its centre
     verifier.prepare(method)
     seconds: list[float] = []
 
