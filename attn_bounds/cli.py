@@ -140,7 +140,8 @@ Method = Annotated[
         metavar="M",
         rich_help_panel=_BOUND,
         help="ibp, sensitivity, crown, alpha-crown (ours, cheap to tight); stock-ibp, stock-crown, "
-        "stock-alpha-crown (auto_LiRPA's own); lofast, lofast-paper (norms only, l2); auto: ours in this order until one suffices.",
+        "stock-alpha-crown (auto_LiRPA's own); lofast, lofast-paper (norms, l2); "
+        "auto: ours in this order until one suffices.",
     ),
 ]
 Dtype = Annotated[
