@@ -20,7 +20,7 @@ from onnx_export import attention, l2_attention
 
 from .cli_tools import Files, rows, run
 from .contract import Case, Flat, bounds, smallest
-from .operators.test_attention import Queries, SelfAttention, mask, tensor
+from .operators.test_attention import KeysAndValues, Queries, SelfAttention, mask, tensor
 from .small_models import DIGITS, DIGITS_DATA, linear_model, relu_model, weights
 
 METHODS = ("lofast", "lofast-paper")
@@ -134,6 +134,32 @@ class Plain(nn.Module):
         return torch.relu(attention(q, q, 2.0 * q, scale=0.7)).flatten(1)
 
 
+class Cross(nn.Module):
+    """Keys and values that are no maps of one tensor, and queries that are constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = KeysAndValues(tensor(0, 2, 3, 3))
+        self.register_buffer("key", tensor(1, 3, 3))
+        self.register_buffer("value", tensor(2, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(torch.relu(torch.matmul(x, self.key)), torch.matmul(x, self.value))
+
+
+class ClassToken(SelfAttention):
+    """Only one token goes through the output map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, d = x.shape[1:]
+        heads = [
+            (torch.matmul(x, w) + b).reshape(-1, n, 2, d // 2).permute(0, 2, 1, 3)
+            for w, b in ((self.wq, self.wq_b), (self.wk, self.wk_b), (self.wv, self.wv_b))
+        ]
+        o = attention(*heads, scale=0.7).permute(0, 2, 1, 3).reshape(-1, n, d)
+        return torch.matmul(o[:, 0], self.wo) + x[:, 0]
+
+
 class Convolutional(nn.Module):
     """A patch embedding behind a scaled input, overlapping convolutions, BatchNorm of images."""
 
@@ -173,6 +199,8 @@ def cases() -> list[Case]:
         ("masked", SelfAttention(4, 2, 50, mask=mask(3, 3)), x),
         ("heads without an output map", Plain(), x),
         ("constant keys", Queries(tensor(8, 2, 3, 3), tensor(9, 2, 3, 2)), tensor(10, 2, 2, 3, 3)),
+        ("cross-attention", Cross(), tensor(3, 2, 2, 4, 3)),
+        ("a token before the output map", ClassToken(4, 2, 50), x),
         ("convolutions", Convolutional(), tensor(11, 2, 2, 4, 4)),
     ]
     return [Case(name, m, [x], [0]) for name, m, x in models]
