@@ -140,7 +140,8 @@ Method = Annotated[
         metavar="M",
         rich_help_panel=_BOUND,
         help="ibp, sensitivity, sensitivity-crown, sensitivity-alpha, crown, alpha-crown (ours); stock-ibp, "
-        "stock-crown, stock-alpha-crown (auto_LiRPA's own); auto: ours, cheap to tight, until one suffices.",
+        "stock-crown, stock-alpha-crown (auto_LiRPA's own); lofast, lofast-paper (norms, l2); "
+        "auto: ours, cheap to tight, until one suffices.",
     ),
 ]
 Dtype = Annotated[

@@ -215,8 +215,8 @@ def _best_mixing(p: Tensor, w: Tensor) -> Tensor:
     a, b = torch.einsum("tij,sij->ts", p, p) / p.shape[1], torch.einsum("tij,sij->ts", w, w) / w.shape[1]
     p, w = (p / a.trace().clamp(min=1e-300).sqrt()).float(), (w / b.trace().clamp(min=1e-300).sqrt()).float()
     a, b = a / a.trace().clamp(min=1e-300), b / b.trace().clamp(min=1e-300)
-    x = torch.sin(torch.arange(1, p.shape[1] + 1, device=p.device) ** 2 * 12.9898)
-    y = torch.sin(torch.arange(1, w.shape[1] + 1, device=p.device) ** 2 * 12.9898)
+    x = torch.sin(torch.arange(1, p.shape[1] + 1, dtype=p.dtype, device=p.device) ** 2 * 12.9898)
+    y = torch.sin(torch.arange(1, w.shape[1] + 1, dtype=p.dtype, device=p.device) ** 2 * 12.9898)
     eye = torch.eye(len(p)).to(a)
     best, best_root = float("inf"), torch.eye(len(p)).to(a)
     for step in range(SEARCH_STEPS):

@@ -25,6 +25,8 @@ from .lirpa import (
 from .lirpa import (
     BoundedModule as LirpaModule,
 )
+from .lofast import LOFAST_METHODS
+from .lofast import compute_bounds as lofast_bounds
 from .operators.attention import BoundAttentionOperator, operators
 from .operators.input import BehindInputBox
 from .operators.repairs import repairs
@@ -185,7 +187,7 @@ class BoundedModule(LirpaModule):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As auto_LiRPA's; `method` may also be `alpha-crown` or one of `SENSITIVITY_METHODS`.
+        """As auto_LiRPA's; further methods are `alpha-crown`, `SENSITIVITY_METHODS` and `LOFAST_METHODS`.
 
         Those carry slack for the rounding of generators, but none for that of the output itself, which
         `Verifier.row_bounds` takes off.
@@ -220,6 +222,8 @@ class BoundedModule(LirpaModule):
         self._running = True
         try:
             with lirpa.default_dtype(self.dtype):
+                if name in LOFAST_METHODS:
+                    return lofast_bounds(self, name, x, C, **kwargs)
                 if name in ALPHA_METHODS:
                     if (
                         self.OWN_ALPHA

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from .module import BoundedModule
 
 OWN_METHODS = ("ibp", "sensitivity", "sensitivity-crown", "sensitivity-alpha", "crown", "alpha-crown")
+NORM_METHODS = ("lofast", "lofast-paper")  # l2 only, and not part of `auto`
 STOCK_METHODS = ("stock-ibp", "stock-crown", "stock-alpha-crown")
-METHODS = (*OWN_METHODS, *STOCK_METHODS, "auto")
+METHODS = (*OWN_METHODS, *NORM_METHODS, *STOCK_METHODS, "auto")
 AUTO = ("ibp", "sensitivity", "sensitivity-alpha", "crown", "alpha-crown")  # cheap to tight
 _LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our BoundedModule
 
@@ -305,7 +306,8 @@ class Verifier:
                     raise
                 # e.g. a denominator whose lower bound is zero: there is no finite bound
                 return torch.full(functionals.shape[:2], math.nan)
-        for node in graph.all_nodes():
+        # what other methods left on the nodes says nothing about the norms
+        for node in graph.all_nodes() if method not in NORM_METHODS else []:
             bound = getattr(node, "lower", None)
             if not isinstance(bound, Tensor) or not node.perturbed or not bound.is_floating_point():
                 continue

@@ -269,9 +269,7 @@ def _sensitivity(s: _State, layer: AttentionLayer, moves: Moves, dense_size: int
     elif layer.skip:
         skip = torch.eye(n, dtype=torch.float64, device=s.y.device)
     w = s.heads.w_v @ s.heads.w_o
-    # P and W are rounded: |δP| ≤ rounding · P (1 + |scores|)
-    spread = torch.where(s.allowed, s.p * s.scores.abs(), 0.0).detach().flatten(-3).amax(-1)
-    slack = s.rounding * n**0.5 * (1.0 + spread) * s.heads.size()[1].sum()
+    slack = _linear_slack(s)
     if s.tied and skip is not None:
         eye = torch.eye(w.shape[-1], dtype=torch.float64, device=w.device)
         p = torch.cat([skip.expand(*s.p.shape[:-3], 1, n, n), s.p], -3)
@@ -341,6 +339,46 @@ def layer_bound(
         radius > 0, total.nan_to_num(nan=torch.inf, posinf=torch.inf), torch.zeros_like(total)
     )
     return round_up(total, x.dtype)
+
+
+class Parts(NamedTuple):
+    """A self-attention layer's move, `Σ_h P_h E W_h + R` without its skip connection, float64.
+
+    Attributes:
+        p: (heads, n, n) at the clean input. w: (heads, d, d_out).
+        rest: (heads), `‖R‖_F` is at most its sum; rounding of p and w is in it.
+    """
+
+    p: Tensor
+    w: Tensor
+    rest: Tensor
+
+
+def layer_parts(x: Tensor, eps: float, layer: AttentionLayer, use: Improvements | None = None) -> Parts:
+    """(1) term by term, for those who go on with the linear part: a network is more than one layer.
+
+    Arguments:
+        x: (n, d). eps, use: as in `layer_bound`; the layer's skip connection is left out.
+
+    Raises:
+        ValueError: as `layer_bound`.
+
+    Source: as `layer_bound`.
+    """
+    s = _state(x, layer, None)
+    radius = torch.as_tensor(eps, dtype=torch.float64, device=x.device)
+    second = _second_part(
+        s, radius.reshape(1), "both", Improvements() if use is None else use, layer.factor()
+    )
+    slack = _linear_slack(s) * radius / layer.heads
+    rest = (second + slack) * (1.0 + 1e-13) if eps > 0 else torch.zeros_like(second)
+    return Parts(s.p, s.heads.w_v @ s.heads.w_o, rest.nan_to_num(nan=torch.inf, posinf=torch.inf))
+
+
+def _linear_slack(s: _State) -> Tensor:
+    """What rounding of P and W adds to the norm of `E ↦ Σ P_h E W_h`: |δP| ≤ rounding · P (1 + |S|)."""
+    spread = torch.where(s.allowed, s.p * s.scores.abs(), 0.0).detach().flatten(-3).amax(-1)
+    return s.rounding * s.y.shape[-2] ** 0.5 * (1.0 + spread) * s.heads.size()[1].sum()
 
 
 class _Sizes(NamedTuple):

@@ -1,0 +1,311 @@
+"""Moves of tensors as sums of linear maps of earlier tensors' moves, each of which lies in an l2 ball.
+
+A tensor without its batch dimension is a matrix X of tokens by features, its entries put in some order
+(`Form.place`: transposes, reshapes and slices only change that). Its move is
+
+    X' − X = Σ_anchors Σ_terms H E W,        ‖E‖_F ≤ radius of the anchor,
+
+H mixes tokens (attention matrices, pooling) and W features (weights, BatchNorm). So branches that read one
+tensor are added up before a norm is taken: `E + Σ_h P_h E W_h` of a residual attention block is bounded as
+one map, by `kronecker_sum_norm_upper`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kronecker import kronecker_sum_norm_upper
+from ..norms import spectral_norm_upper
+
+SELECTION = 20_000_000  # entries of the largest matrix that is formed to select or repeat rows
+GROW = 1.0 + 1e-11  # rounding of a few sums and products in float64
+
+
+@dataclass(eq=False)
+class Anchor:
+    """A tensor whose move is known by its size only.
+
+    Attributes:
+        radius: `‖E‖_F ≤ radius`.
+        value: (n, d) at the centre, float64; None for an error, which is not a tensor of the network.
+        name: of its node.
+        balls: further bounds `‖E diag(g)‖_F ≤ r` as (g, r), g (d) without zeros. Where a BatchNorm of very
+            different gains follows, E is small in the directions that it stretches, and these know.
+    """
+
+    radius: float
+    value: Tensor | None
+    name: str
+    balls: list[tuple[Tensor, float]] = field(default_factory=list)
+
+    def every(self) -> list[tuple[Tensor | None, float]]:
+        """All bounds, the plain one first as (None, radius)."""
+        return [(None, self.radius), *self.balls]
+
+
+class Term(NamedTuple):
+    """`E ↦ H E W`; None is the identity."""
+
+    h: Tensor | None
+    w: Tensor | None
+
+    def then(self, h: Tensor | None = None, w: Tensor | None = None) -> Term:
+        """The term followed by `h · w` from left and right."""
+        left = self.h if h is None else h if self.h is None else h @ self.h
+        right = self.w if w is None else w if self.w is None else self.w @ w
+        return Term(left, right)
+
+    def behind(self, g: Tensor | None) -> Term:
+        """As a map of `E diag(g)`."""
+        if g is None:
+            return self
+        return Term(self.h, torch.diag(1.0 / g) if self.w is None else self.w / g[:, None])
+
+
+Terms = dict[Anchor, list[Term]]
+
+
+@dataclass
+class Form:
+    """The move of one tensor.
+
+    Attributes:
+        terms: per anchor; every product is (n, d).
+        n, d: size of the matrix.
+        place: (*dims) of the tensor, int64: which entry of the matrix, row-major, stands where; −1 for a
+            constant.
+    """
+
+    terms: Terms
+    n: int
+    d: int
+    place: Tensor
+
+    def with_terms(self, change: Iterable[tuple[Anchor, list[Term]]]) -> Form:
+        """The same tensor of another move."""
+        return Form(dict(change), self.n, self.d, self.place)
+
+    def ordered(self) -> bool:
+        """Whether the tensor is the matrix, row-major."""
+        return self.place.numel() == self.n * self.d and torch.equal(
+            self.place.flatten(), torch.arange(self.n * self.d)
+        )
+
+    def matrix(self, axis: int = -1) -> Form | None:
+        """This tensor as the matrix (other axes, axis), entries in order; None if it is not of that kind.
+
+        The result's `place` is that of the moved tensor, (…, axis)."""
+        moved = self.place.movedim(axis, -1)
+        found = _select(self, moved.reshape(-1, moved.shape[-1]))
+        return None if found is None else Form(found.terms, found.n, found.d, _order(moved.shape))
+
+    def along(self, axis: int, c: Tensor) -> Form | None:
+        """The tensor times c (k, l) along an axis of k entries; None if that is no map of this kind."""
+        moved = self.place.movedim(axis, -1)
+        rest, k = moved.shape[:-1], moved.shape[-1]
+        flat = moved.reshape(-1, k)
+        if (x := _select(self, flat)) is not None:
+            place = _order((*rest, c.shape[1])).movedim(-1, axis)
+            terms = {a: merged(t.then(w=c) for t in ts) for a, ts in x.terms.items()}
+            return Form(terms, x.n, c.shape[1], place)
+        if (x := _select(self, flat.T)) is not None:
+            axis = axis % self.place.ndim
+            place = _order((c.shape[1], *rest)).movedim(0, axis)
+            terms = {a: merged(t.then(h=c.T) for t in ts) for a, ts in x.terms.items()}
+            return Form(terms, c.shape[1], x.d, place)
+        return None
+
+    def scaled(self, c: Tensor) -> Form | None:
+        """The tensor times c (*dims), entry by entry; None if c depends on tokens and features."""
+        known = self.place >= 0
+        index, factor = self.place[known], c[known]
+        for position, size, side in ((index % self.d, self.d, "w"), (index // self.d, self.n, "h")):
+            diagonal = torch.ones(size, dtype=c.dtype).scatter(0, position, factor)
+            if torch.equal(diagonal[position], factor):
+                if bool((diagonal == 1.0).all()):
+                    return self
+                if size**2 > SELECTION:
+                    continue
+                m = torch.diag(diagonal)
+                change = {"w": m} if side == "w" else {"h": m}
+                return self.with_terms(
+                    (a, merged(t.then(**change) for t in ts)) for a, ts in self.terms.items()
+                )
+        return None
+
+    def negated(self) -> Form:
+        """Minus the tensor."""
+        return self.with_terms(
+            (a, [t.then(w=-torch.eye(self.d, dtype=torch.float64)) for t in ts])
+            for a, ts in self.terms.items()
+        )
+
+    def norms(self) -> list[list[float]]:
+        """Per anchor, and for each of its bounds, the norm of its map into the tensor, from above."""
+        x = self if self.ordered() else self.matrix() or self
+        repeats = 1.0
+        if not x.ordered() and bool((x.place >= 0).any()):
+            repeats = math.sqrt(float(torch.bincount(x.place[x.place >= 0]).max()))
+        return [
+            [repeats * norm([t.behind(g) for t in ts], x.n, x.d) for g, _ in a.every()]
+            for a, ts in x.terms.items()
+        ]
+
+    def radius(self, norms: list[list[float]] | None = None) -> float:
+        """Bound of the tensor's move in l2; norms, if they are known, as `norms` returns them."""
+        sizes = self.norms() if norms is None else norms
+        return GROW * sum(
+            min(product(r, size) for (_, r), size in zip(a.every(), own, strict=True))
+            for a, own in zip(self.terms, sizes, strict=True)
+        )
+
+    def entries(self) -> Tensor:
+        """Bound of each entry's move, (*dims)."""
+        bound = torch.zeros(self.n, self.d, dtype=torch.float64)
+        for a, ts in self.terms.items():
+            best = torch.full_like(bound, torch.inf)
+            for g, r in a.every():
+                own = torch.zeros_like(bound)
+                for h, w in (t.behind(g) for t in ts):
+                    rows = torch.ones(self.n, dtype=torch.float64) if h is None else h.norm(dim=1)
+                    columns = torch.ones(self.d, dtype=torch.float64) if w is None else w.norm(dim=0)
+                    own = own + rows[:, None] * columns
+                own = torch.where(own > 0, r * own, own)  # ∞ · 0
+                best = torch.minimum(best, own)
+            bound = bound + best
+        bound = (bound * GROW).flatten()[self.place.clamp(min=0)]
+        return torch.where(self.place >= 0, bound, torch.zeros_like(bound))
+
+    def functionals(self, c: Tensor) -> Tensor:
+        """Bound of how far functionals move: (rows, entries of the tensor) → (rows)."""
+        known = self.place.flatten() >= 0
+        rows = torch.zeros(len(c), self.n * self.d, dtype=torch.float64)
+        rows.index_add_(1, self.place.flatten()[known], c[:, known])
+        rows = rows.reshape(-1, self.n, self.d)
+        loss = torch.zeros(len(c), dtype=torch.float64)
+        for a, ts in self.terms.items():
+            parts = []  # of the functional of the anchor
+            for h, w in ts:
+                part = rows if h is None else h.T @ rows
+                parts.append(part if w is None else part @ w.T)
+            found = []
+            for g, r in a.every():
+                behind = [x if g is None else x / g for x in (torch.stack(parts).sum(0), *parts)]
+                size, *own = (x.flatten(1).norm(dim=1) for x in behind)
+                # rounding of the products, relative to their terms and not to a sum that may cancel
+                size = size + 1e-12 * torch.stack(own).sum(0)
+                found.append(torch.where(size > 0, r * size, size))  # ∞ · 0
+            loss = loss + torch.stack(found).amin(0)
+        return loss * GROW
+
+
+def product(radius: float, size: float) -> float:
+    """Radius times norm; 0 · ∞ is 0, as what does not move stays where it is."""
+    return radius * size if radius > 0.0 and size > 0.0 else 0.0
+
+
+def fresh(anchor: Anchor, dims: tuple[int, ...], axis: int = -1) -> Form:
+    """The form of a tensor (*dims) that is an anchor itself, with the axis as features.
+
+    The anchor's value, if it has one, must be the matrix (other axes, axis)."""
+    d = dims[axis]
+    n = math.prod(dims) // max(d, 1)
+    others = list(dims)
+    del others[axis]
+    return Form({anchor: [Term(None, None)]}, n, d, _order((*others, d)).movedim(-1, axis))
+
+
+def added(x: Form, y: Form) -> Form | None:
+    """The sum of two tensors of the same shape; None if their entries are ordered too differently."""
+    pairs = [(x, y)] if torch.equal(x.place, y.place) and (x.n, x.d) == (y.n, y.d) else []
+    for left, right in pairs or _views(x, y):
+        terms = {a: list(ts) for a, ts in left.terms.items()}
+        for a, ts in right.terms.items():
+            terms[a] = merged([*terms.get(a, []), *ts])
+        return Form(terms, left.n, left.d, left.place)
+    return None
+
+
+def _views(x: Form, y: Form) -> Iterable[tuple[Form, Form]]:
+    for axis in reversed(range(x.place.ndim)):
+        left, right = x.matrix(axis), y.matrix(axis)
+        if left is not None and right is not None:
+            place = left.place.movedim(-1, axis)
+            yield Form(left.terms, left.n, left.d, place), Form(right.terms, right.n, right.d, place)
+
+
+def merged(terms: Iterable[Term]) -> list[Term]:
+    """Terms with the same token map are one."""
+    out: list[Term] = []
+    for t in terms:
+        # of two identities the size is not known here
+        same = next((i for i, o in enumerate(out) if o.h is t.h and not (o.w is None and t.w is None)), None)
+        if same is None:
+            out.append(t)
+            continue
+        w = [x.w for x in (out[same], t)]
+        size = next(m.shape[0] for m in w if m is not None)
+        left, right = (torch.eye(size, dtype=torch.float64) if m is None else m for m in w)
+        out[same] = Term(t.h, left + right)
+    return out
+
+
+def norm(terms: list[Term], n: int, d: int) -> float:
+    """`‖Σ H ⊗ Wᵀ‖₂` from above."""
+    if not terms:
+        return 0.0
+    if len(terms) == 1:
+        sizes = [1.0 if m is None else float(spectral_norm_upper(m)) for m in terms[0]]
+        return sizes[0] * sizes[1] * GROW
+    tokens = next((t.h.shape[1] for t in terms if t.h is not None), n)
+    features = next((t.w.shape[0] for t in terms if t.w is not None), d)
+    eye_n, eye_d = torch.eye(n, dtype=torch.float64), torch.eye(d, dtype=torch.float64)
+    assert all(t.h is not None for t in terms) or tokens == n
+    assert all(t.w is not None for t in terms) or features == d
+    p = torch.stack([eye_n if t.h is None else t.h for t in terms])
+    w = torch.stack([eye_d if t.w is None else t.w for t in terms])
+    return float(kronecker_sum_norm_upper(p, w)) * GROW
+
+
+def _order(shape: tuple[int, ...] | torch.Size) -> Tensor:
+    return torch.arange(math.prod(shape)).reshape(shape)
+
+
+def _select(x: Form, place: Tensor) -> Form | None:
+    """The matrix with entries `place` (r, k) of x's, if they are some of its rows and columns."""
+    known = place >= 0
+    rows = torch.where(known, place // x.d, -1).amax(1)
+    columns = torch.where(known, place % x.d, -1).amax(0)
+    both = (rows >= 0)[:, None] & (columns >= 0)
+    if not torch.equal(torch.where(both, rows[:, None] * x.d + columns, -1), place):
+        return None
+    if any(
+        len(index) * size > SELECTION and not _is_all(index, size)
+        for index, size in ((rows, x.n), (columns, x.d))
+    ):
+        return None
+    h = None if _is_all(rows, x.n) else _selection(rows, x.n)
+    w = None if _is_all(columns, x.d) else _selection(columns, x.d).T
+    if h is None and w is None:
+        terms = x.terms
+    else:
+        terms = {a: merged(t.then(h, w) for t in ts) for a, ts in x.terms.items()}
+    return Form(terms, len(rows), len(columns), _order(place.shape))
+
+
+def _is_all(index: Tensor, size: int) -> bool:
+    return len(index) == size and torch.equal(index, torch.arange(size))
+
+
+def _selection(index: Tensor, size: int) -> Tensor:
+    """(r, size), zero where the index is −1."""
+    m = torch.zeros(len(index), size, dtype=torch.float64)
+    known = index >= 0
+    m[known.nonzero().flatten(), index[known]] = 1.0
+    return m
