@@ -124,14 +124,15 @@ class BoundedModule(LirpaModule):
         example = global_input[0] if isinstance(global_input, (tuple, list)) else global_input
         if device == "auto":
             device = next((t.device for t in (*model.parameters(), *model.buffers())), example.device)
-        training = model.training
+        modes = {m: m.training for m in model.modules()}
         with lirpa.tracing(), lirpa.default_dtype(example.dtype), torch.no_grad():
             super().__init__(model.eval(), global_input, opts, device, verbose, ops)
             if self._nonlinear_on_input():
                 for name in list(self.__dict__):
                     del self.__dict__[name]
                 super().__init__(BehindInputBox(model).eval(), global_input, opts, device, verbose, ops)
-        model.train(training)
+        for part, mode in modes.items():  # `model.train` would set them all alike
+            part.training = mode
         if self.OWN_ALPHA:
             self._constant_factors_need_no_bounds()
         self.store = NodeStore()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from attn_bounds import lirpa
+from attn_bounds.module import BoundedModule
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +50,13 @@ def test_global_state_is_given_back() -> None:
         exporter.autograd_inlining,
         torch.get_default_dtype(),
     )
+
+
+def test_modes_of_the_model_are_given_back() -> None:
+    """A BatchNorm in evaluation mode inside a module in training mode must not start to train."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4).eval(), torch.nn.Dropout())
+    BoundedModule(model, torch.zeros(1, 3))
+    assert [m.training for m in model] == [True, False, True] and model.training
 
 
 def test_root_logger_is_left_alone() -> None:

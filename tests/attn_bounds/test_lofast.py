@@ -52,9 +52,6 @@ class Channels(nn.Module):
             self.norm.running_mean.copy_(tensor(seed + 2, d, scale=0.3))  # type: ignore[union-attr]
             self.norm.running_var.copy_(0.5 + tensor(seed + 3, d).abs())  # type: ignore[union-attr]
 
-    def train(self, mode: bool = True) -> Channels:
-        return super().train(False)  # a BoundedModule sets all submodules to the mode of the outermost
-
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
@@ -173,9 +170,6 @@ class Convolutional(nn.Module):
         self.norm.running_var.copy_(torch.tensor([0.3, 2.0, 1.0, 0.5]))  # type: ignore[union-attr]
         self.register_buffer("std", torch.tensor([0.5, 0.2]).double().reshape(2, 1, 1))
         self.register_buffer("each", tensor(5, 4, 2, 2))
-
-    def train(self, mode: bool = True) -> Convolutional:
-        return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first((x - 0.3) / self.std))
