@@ -218,7 +218,7 @@ def test_every_improvement_and_all_together_are_never_looser() -> None:
         layer, x, context = make(case, 7 * i, [0.2, 0.7, 1.5][i % 3], 2.0 * (i % 2))
         moves: Moves = case.moves or "both"
         eps = RADII[(i + case.n) % 7]
-        every = list(itertools.product([False, True], repeat=5))
+        every = list(itertools.product([False, True], repeat=len(names)))
         bounds = {
             switches: float(layer_bound(x, eps, layer, context, moves, Improvements(*switches)))
             for switches in (every if i == 0 else every[:1] + every[-1:])
