@@ -304,6 +304,29 @@ def test_heads_at_once_are_never_below_what_ascent_finds(case: Case, monkeypatch
         assert max(closest.values()) < 4.0, closest
 
 
+@pytest.mark.parametrize("name", ["_stacked", "_weighted"])
+def test_the_product_of_both_moves_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clean tokens of zero: the scores move by E A Eᵀ alone."""
+    real, least = getattr(heads, name), [math.inf]
+
+    def spy(*args: object) -> object:
+        result = real(*args)
+        least[0] = min(least[0], *(float(pair[0]) for pair in ([result] if name == "_stacked" else result)))
+        return result
+
+    monkeypatch.setattr(heads, name, spy)
+    layer, x = simple(3, 4, heads=2), torch.zeros(3, 4, dtype=F64)
+    layer_bound(x, 0.1, layer)
+    linear = float(key_sensitivity(x, layer)) * 0.1
+    e = rand(torch.Generator().manual_seed(0), 64, 12)
+    for _ in range(60):
+        e = (0.1 * e / e.norm(dim=1, keepdim=True)).requires_grad_()
+        move = second_part(layer, x, None, e, None).flatten(1).norm(dim=1)
+        (e,) = torch.autograd.grad(move.sum(), e)
+    worst = float(move.detach().max())
+    assert 1e-3 * linear < worst <= least[0] < 20 * worst
+
+
 def test_heads_at_once_with_rows_and_keys_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows go in groups: still no attack exceeds it, and it is between no weights and rows apart."""
     ordered = 0
