@@ -43,7 +43,8 @@ def gram_norm_upper(gram: Tensor) -> Tensor:
         top = torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0.0)
         return torch.minimum(top + 8.0 * rows * torch.finfo(gram.dtype).eps * size, _grow(size, rows))
     if _in_bulk(gram):
-        return torch.minimum(_by_gram_iteration(gram), _grow(size, rows))
+        unit = torch.where(size > 0, size, torch.ones_like(size))  # squares of large entries overflow
+        return torch.minimum(unit * _by_gram_iteration(gram / unit[..., None, None]), _grow(size, rows))
     if gram.dtype != torch.float64:  # what rounding may do to a large factor is too much in single precision
         return round_up(gram_norm_upper(gram.double()), gram.dtype)
     top = _by_cholesky(gram)
