@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kronecker import DENSE_SIZE, kronecker_sum_norm_upper
+from ..kronecker import kronecker_sum_norm_upper
 from ..norms import round_up, safe_sqrt, spectral_norm_upper
 from .heads import Heads, Moves, score_move, stacked
 from .softmax import FULLY_MASKED, jacobian_norm_upper, probability_box
@@ -241,7 +241,7 @@ def key_sensitivity(
     layer: AttentionLayer,
     context: Tensor | None = None,
     moves: Moves = "both",
-    dense_size: int = DENSE_SIZE,
+    dense_size: int | None = None,
 ) -> Tensor:
     """`ξ(X) = ‖H ⊗ I + Σ_h P_h(X) ⊗ W_hᵀ‖₂` from above: the layer with its attention held fixed.
 
@@ -265,7 +265,7 @@ def key_sensitivity(
     return round_up(_sensitivity(_state(x, layer, context), layer, moves, dense_size), x.dtype)
 
 
-def _sensitivity(s: _State, layer: AttentionLayer, moves: Moves, dense_size: int) -> Tensor:
+def _sensitivity(s: _State, layer: AttentionLayer, moves: Moves, dense_size: int | None) -> Tensor:
     n = s.y.shape[-2]
     skip = None
     if isinstance(layer.skip, Tensor):
@@ -294,7 +294,7 @@ def layer_bound(
     context: Tensor | None = None,
     moves: Moves = "both",
     use: Improvements | None = None,
-    dense_size: int = DENSE_SIZE,
+    dense_size: int | None = None,
 ) -> Tensor:
     """Bound of `‖F(X') − F(X)‖_F` over all `‖X' − X‖_F ≤ ε`, monotone in ε. Differentiable.
 

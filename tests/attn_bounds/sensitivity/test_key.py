@@ -329,21 +329,29 @@ def test_the_product_of_both_moves_counts(name: str, monkeypatch: pytest.MonkeyP
 
 def test_heads_at_once_with_rows_and_keys_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows go in groups: still no attack exceeds it, and it is between no weights and rows apart."""
-    ordered = 0
+    ordered, groups, real = 0, list[int](), heads._row_order
+
+    def spy(p: Tensor, count: int) -> Tensor:
+        groups.append(count)
+        return real(p, count)
+
     for seed, case in enumerate(CASES[4:13:2]):
         case = case._replace(n=8, m=8 if case.moves is None else 7, mask="none")
         layer, x, context = make(case, seed, 0.5, 0.0)
         moves: Moves = case.moves or "both"
         plain = float(layer_bound(x, 1e-3, layer, context, moves, Improvements(weighted=False)))
         apart = float(layer_bound(x, 1e-3, layer, context, moves))
-        with monkeypatch.context() as patch:
-            patch.setattr(heads, "_row_order", lambda p, count, real=heads._row_order: real(p, min(count, 3)))
-            patch.setattr(
-                heads, "_largest", lambda z, g, _, real=heads._largest: real(z, g, int(g.max()) + 1)
-            )
-            grouped = float(layer_bound(x, 1e-3, layer, context, moves))
-        assert largest_move(layer, x, context, 1e-3, case.moves) <= grouped <= plain * (1 + 1e-12)
-        ordered += apart < grouped < plain
+        found = largest_move(layer, x, context, 1e-3, case.moves)
+        groups.clear()
+        for work in (0.0, 4e3, 8e3, 16e3, 32e3, 64e3):
+            with monkeypatch.context() as patch:
+                patch.setattr(heads, "GROUP_WORK", work)
+                patch.setattr(heads, "_row_order", spy)
+                grouped = float(layer_bound(x, 1e-3, layer, context, moves))
+            assert found <= grouped <= plain * (1 + 1e-12)
+            assert work or grouped == plain
+            ordered += apart < grouped < plain
+        assert any(1 < k < 8 for k in groups), groups
     assert ordered >= 3
 
 
