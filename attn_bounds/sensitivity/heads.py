@@ -1,0 +1,314 @@
+"""All heads' moves of attention at once: what `key.layer_bound` has beside a sum over heads.
+
+Notation of `key.py`. To bound is `R = Σ_h ΔP_h C' W_h` with `ΔP_h = P'_h − P_h`, `C' = C + G`, where
+`‖ΔP_h,r‖ ≤ L_hr ‖ΔS_h,r‖` for each row r and `ΔS_h = E A_h Cᵀ + B_h Gᵀ + E A_h Gᵀ`.
+
+**Stacked.** For any weights t_h > 0, `R = [t_h ΔP_h]_h · [C' W_h / t_h]_h`, heads side by side on the left,
+below each other on the right. Hence, row by row, `‖R_r‖ ≤ ‖[t_h ΔP_h,r]_h‖ V` with
+
+    V = ‖[C W_h / t_h]_h‖₂ + ‖G‖ ‖[W_h / t_h]_h‖₂                     (blockdiag(G) · [W_h / t_h]_h)
+
+and `‖[t_h ΔP_h,r]_h‖ ≤ ‖[t_h L_hr ΔS_h,r]_h‖`. With `ω_hr = t_h L_hr V` the three parts of `[ω_hr ΔS_h,r]`,
+over all rows and heads, are in Frobenius norm at most
+
+    ‖E‖ ‖[ω_h A_h Cᵀ]_h‖₂ (side by side, ω_h = max_r ω_hr),    ‖G‖ ‖[ω_hr B_h,r]_hr‖₂ (below each other),
+    ‖E‖ ‖G‖ ‖[ω_h A_h]_h‖₂ (side by side),
+
+the a, b, c of the table in `key.py`. As `‖ΔP_h,r‖ ≤ √2`, `‖R‖² ≤ V² Σ_hr t_h² min(L_hr ‖ΔS_h,r‖, √2)²` too,
+and the same with whole heads and √(2n). Where masks hide keys, C keeps the rows' own, and V and ω are theirs.
+With `t_h² = v_h / p_h`, v_h a bound of `‖C' W_h‖` and p_h of `‖ΔP_h‖`, both factors are at most the root of
+`Σ p_h v_h`: not above the sum over heads. Over all t the bound is log-convex.
+
+**Weighted.** `d p_t / dt = ΔS_r (diag p_t − p_t p_tᵀ)` along the segment of scores, so for every output
+direction u, with covariances under p_t,
+
+    R_r u = ∫ Σ_h Cov_t(ΔS_h,r, C' W_h u) dt ≤ max_t (Σ_h t_h² Var_t ΔS_h,r)^½ (Σ_h Var_t(C' W_h u) / t_h²)^½
+
+(Cauchy-Schwarz, twice), and `Var_t(y) ≤ min_k Σ_c p̄_c (y_c − k)²` where p̄ bounds p_t, `Var_t(y) ≤ L ‖y‖²` as
+well. No key counts for more than its probability, in neither factor: in place of `L ‖C̃‖ ‖C̃‖` there is
+`‖√p̄ C̃‖ ‖√p̄ C̃‖`. Per row,
+
+    V_r = ‖[√p̄_h,r (C − 1k) W_h / t_h]_h‖₂ + ‖G‖ ‖[√L_hr W_h / t_h]_h‖₂
+    a_r = ‖[t_h A_h (C − 1k')ᵀ √p̄_h,r]_h‖₂,    c_r = ‖[t_h √L_hr A_h]_h‖₂,
+    b² = max_c λ_max(Σ_hr V_r² t_h² p̄_h,rc B_h,rᵀ B_h,r), or with L_hr in place of p̄_h,rc and no maximum,
+
+and R is at most what the table makes of `max_r V_r a_r`, b and `max_r V_r c_r`; a row alone, of `V_r a_r`,
+`V_r ‖[t_h √L_hr B_h,r]_h‖` and `V_r c_r`. Where rows are too many they go in groups with the largest p̄.
+
+t is taken from X alone, neither from ε nor from what is switched on, so that the bound is monotone in both.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norms import gram_norm_upper, safe_sqrt, spectral_norm_upper
+
+Moves = Literal["queries", "context", "both"]
+GROUP_WORK = 2e9  # multiplications that matrices per row may take, their eigenvalues counted thirty-fold
+GROUP_MEMORY = 4e7  # numbers
+
+
+def score_move(eps: Tensor, a: Tensor, b: Tensor, c: Tensor, moves: Moves, tied: bool) -> Tensor:
+    """Bound of the scores' move: the table in the docstring of `key.py`."""
+    if moves == "queries":
+        return eps * a
+    if moves == "context":
+        return eps * b
+    if tied:
+        return eps * (a + b) + eps.square() * c
+    return eps * safe_sqrt(a.square() + b.square()) + 0.5 * eps.square() * c
+
+
+class Heads(NamedTuple):
+    """A layer at its clean input and what is known of each head, float64.
+
+    Attributes:
+        c: (…, m, d_c). p: (…, H, n, m). q: (…, H, n, dk), bias included, times the scale.
+        w_q: (H, d_q, dk), times the scale. w_k, w_v: (H, d_c, dk or dv). w_o: (H, dv, d_out).
+        slope: (…, H, n), L per row. high: (…, H, n, m), p̄; None if not known.
+        whole: (…, H), bound of `‖ΔP_h‖_F`. rows: (…, H, n), of `‖ΔP_h,r‖`.
+        group, members: sets of keys that rows see; see `key._row_groups`.
+        rounding: relative, of products. moves, tied: what is perturbed.
+        centre_values, centre_keys: as `key.Improvements`.
+    """
+
+    c: Tensor
+    p: Tensor
+    q: Tensor
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    w_o: Tensor
+    slope: Tensor
+    high: Tensor | None
+    whole: Tensor
+    rows: Tensor
+    group: Tensor
+    members: list[Tensor]
+    rounding: float
+    moves: Moves
+    tied: bool
+    centre_values: bool
+    centre_keys: bool
+
+    def errors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What rounding may do to `A_h`, `W_h` and `B_h`, in Frobenius norm: (H), (H), (…, H)."""
+        q, k, v, o = (_length(w.detach().flatten(1)) for w in (self.w_q, self.w_k, self.w_v, self.w_o))
+        return (
+            self.rounding * q * k,
+            self.rounding * v * o,
+            self.rounding * k * _length(self.q.detach().flatten(-2)),
+        )
+
+
+def _length(x: Tensor) -> Tensor:
+    return safe_sqrt(x.square().sum(-1))
+
+
+def _below(x: Tensor) -> Tensor:
+    """Norm of heads below each other: (…, H, r, c) → (…)."""
+    return spectral_norm_upper(x.flatten(-3, -2))
+
+
+def _beside(x: Tensor) -> Tensor:
+    """Norm of heads side by side: (…, H, r, c) → (…)."""
+    return spectral_norm_upper(x.transpose(-3, -2).flatten(-2))
+
+
+def _balance(value: Tensor, move: Tensor) -> Tensor:
+    """√(value / move), the weights of heads, within six powers of ten. Shape: (…, H, k) each."""
+    least_value = 1e-6 * value.amax(-2, keepdim=True)
+    least_move = 1e-6 * move.amax(-2, keepdim=True)
+    some = (least_value > 0) & (least_move > 0)
+    one = torch.ones_like(value)
+    value = torch.where(some, torch.maximum(value, least_value), one)
+    move = torch.where(some, torch.maximum(move, least_move), one)
+    return (value / move).sqrt()
+
+
+def _steepness(p: Tensor) -> Tensor:
+    """`p₁ (1 − p₁ + p₂)` of the two largest entries, at least the norm of the softmax Jacobian at p."""
+    top = p.topk(min(2, p.shape[-1]), -1).values
+    return top[..., 0] * (1.0 - top[..., 0] + top[..., -1])
+
+
+def stacked(h: Heads, eps: Tensor, weighted: bool) -> Tensor:
+    """Bound of `‖R‖_F`; see the module's docstring. eps (…) → (…)."""
+    a, w, b = h.w_q @ h.w_k.mT, h.w_v @ h.w_o, h.q @ h.w_k.mT
+    shifted = h.c - h.c.mean(-2, keepdim=True)
+    centred_values = shifted.unsqueeze(-3) @ w
+    steep = _steepness(h.p)
+    own_move = spectral_norm_upper(shifted.unsqueeze(-3) @ a.mT) + spectral_norm_upper(b)
+    size = spectral_norm_upper(centred_values)
+    balanced = _balance(size.unsqueeze(-1), (steep.amax(-1) * own_move).unsqueeze(-1)).squeeze(-1)
+    at_limit = _balance(size.unsqueeze(-1), torch.ones_like(size).unsqueeze(-1)).squeeze(-1)
+    best = torch.full_like(eps, torch.inf)
+    alone: list[Tensor] = []
+    for t in (torch.ones_like(balanced), balanced, at_limit):
+        whole, rows = _stacked(h, eps, a, w, b, t)
+        best = torch.minimum(best, whole)
+        alone.append(rows)
+    if weighted and h.high is not None:
+        for whole, rows in _weighted(h, h.high, eps, a, w, b, balanced):
+            best = torch.minimum(best, whole)
+            alone.append(rows)
+    return torch.minimum(best, _length(torch.stack(alone).amin(0)))
+
+
+def _stacked(h: Heads, eps: Tensor, a: Tensor, w: Tensor, b: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """For head weights t (…, H): the bound (…), and of each row alone (…, n)."""
+    a_error, w_error, b_error = h.errors()
+    moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
+    growth = _below(w / t[..., None, None]) + _length(w_error / t)
+    c_size = _length(h.c.detach().flatten(-2))
+    values, keys = [], []
+    for seen in h.members:
+        c = h.c[..., seen, :]
+        shifted = c - c.mean(-2, keepdim=True)
+        v = (shifted if h.centre_values else c).unsqueeze(-3) @ w
+        values.append(_below(v / t[..., None, None]) + c_size * _length(w_error / t))
+        keys.append(shifted if h.centre_keys else c)
+    value = torch.stack(values, -1)[..., h.group] + (moved_values * growth).unsqueeze(-1)  # (…, n)
+    weight = t.unsqueeze(-1) * h.slope * value.unsqueeze(-2)  # ω, (…, H, n)
+    parts = []
+    for i, k in enumerate(keys):
+        most = weight[..., h.group == i].amax(-1)  # (…, H)
+        parts.append(
+            _beside(most[..., None, None] * (a @ k.unsqueeze(-3).mT)) + c_size * _length(most * a_error)
+        )
+    most = weight.amax(-1)
+    shared = score_move(
+        eps,
+        torch.stack(parts).amax(0),
+        _below(weight.unsqueeze(-1) * b) + _length(most * b_error),
+        _beside(most[..., None, None] * a) + _length(most * a_error),
+        h.moves,
+        h.tied,
+    ).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    rows = _length((t.unsqueeze(-1) * h.rows).transpose(-2, -1)) * value
+    heads = _length(t * h.whole) * value.amax(-1)
+    return torch.minimum(shared, heads), rows
+
+
+def _row_order(p: Tensor, count: int) -> Tensor:
+    """Group of each row, (n), count of them, of rows that attend to much the same keys in all heads."""
+    n = p.shape[-2]
+    if count >= n:
+        return torch.arange(n, device=p.device)
+    together = p.detach().movedim(-2, 0).flatten(1)
+    together = together - together.mean(0)
+    first = torch.linalg.eigh(together @ together.mT).eigenvectors[:, -1]
+    group = torch.empty(n, dtype=torch.long, device=p.device)
+    group[first.argsort()] = torch.arange(n, device=p.device) * count // n
+    return group
+
+
+def _largest(x: Tensor, group: Tensor, count: int) -> Tensor:
+    """(…, n, k) → (…, count, k), the largest of each group of rows."""
+    if count == x.shape[-2]:
+        return x
+    return torch.stack([x[..., group == i, :].amax(-2) for i in range(count)], -2)
+
+
+def _weighted(
+    h: Heads, high: Tensor, eps: Tensor, a: Tensor, w: Tensor, b: Tensor, balanced: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """For two choices of t, which may differ by row: the bound (…), and of each row alone (…, n)."""
+    n, m = high.shape[-2:]
+    lead = max(eps.numel(), 1)
+    (heads, d_q, dk), (dv, d_out), d_c = h.w_q.shape, h.w_o.shape[1:], h.w_k.shape[1]
+    work = heads * (m * (dk**2 + dv**2) + dk * d_q**2 + dv * d_out**2) + 60.0 * (d_q**3 + d_out**3)
+    memory = heads * (m * (dk + dv) + d_q**2 + d_out**2)
+    count = int(min(n, GROUP_WORK / work, GROUP_MEMORY / (lead * memory)))
+    if count < 1:
+        return []
+    group = _row_order(h.p, count)
+    heavy, slope = _largest(high, group, count), _largest(h.slope.unsqueeze(-1), group, count).squeeze(-1)
+    a_error, w_error, b_error = h.errors()
+    moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
+    c_size = _length(h.c.detach().flatten(-2))
+
+    mean = h.c.mean(-2, keepdim=True)
+    values = _gram((h.c - mean if h.centre_values else h.c).unsqueeze(-3) @ h.w_v, heavy, h.centre_values)
+    values = h.w_o.mT.unsqueeze(-3) @ values @ h.w_o.unsqueeze(-3)  # (…, H, G, d_out, d_out)
+    keys = _gram((h.c - mean if h.centre_keys else h.c).unsqueeze(-3) @ h.w_k, heavy, h.centre_keys)
+    keys = h.w_q.unsqueeze(-3) @ keys @ h.w_q.mT.unsqueeze(-3)  # (…, H, G, d_q, d_q)
+    # the same at P(X), centred, by Frobenius norms: a choice of t that depends on X alone
+    at_x = _largest(h.p, group, count)
+    v_size = _gram((h.c - mean).unsqueeze(-3) @ h.w_v, at_x, True)
+    v_size = (v_size * (h.w_o @ h.w_o.mT).unsqueeze(-3)).sum((-2, -1))
+    k_size = _gram((h.c - mean).unsqueeze(-3) @ h.w_k, at_x, True)
+    k_size = (k_size * (h.w_q.mT @ h.w_q).unsqueeze(-3)).sum((-2, -1))
+    b_size = _steepness(h.p) * b.square().sum(-1)
+    b_size = _largest(b_size.unsqueeze(-1), group, count).squeeze(-1)
+    by_row = _balance(safe_sqrt(v_size), safe_sqrt(k_size) + safe_sqrt(b_size))
+
+    columns = _columns(
+        high, count, heads * n * dk**2 + heads * dk * d_c**2 + 60.0 * d_c**3, lead * heads * d_c**2
+    )
+    found = []
+    for t in (balanced.unsqueeze(-1).expand_as(by_row), by_row):  # (…, H, G)
+        t_value = safe_sqrt(_top(values, 1.0 / t.square(), h.rounding))
+        t_value = t_value + c_size.unsqueeze(-1) * _length((w_error.unsqueeze(-1) / t).mT)
+        root = safe_sqrt(slope)
+        # [x_h W_h / t_h] is at most max_h x_h times [W_h / t_h], for x_h the ratio of the weights
+        ratio = (root / t * balanced.unsqueeze(-1)).amax(-2)
+        growth = _below(w / balanced[..., None, None]) + _length(w_error / balanced)
+        value = t_value + ratio * (moved_values * growth).unsqueeze(-1)  # V_r, (…, G)
+        side = safe_sqrt(_top(keys, t.square(), h.rounding))
+        side = side + c_size.unsqueeze(-1) * _length((a_error.unsqueeze(-1) * t).mT)
+        ratio = (t * root / balanced.unsqueeze(-1)).amax(-2)
+        both = ratio * (_beside(balanced[..., None, None] * a) + _length(balanced * a_error)).unsqueeze(-1)
+        weight = (t * value.unsqueeze(-2))[..., group]  # (…, H, n)
+        row_root = safe_sqrt(h.slope)
+        context = _below((weight * row_root).unsqueeze(-1) * b)
+        if columns is not None:
+            context = torch.minimum(context, _by_column(h, columns, weight.square()))
+        context = context + _length((weight * row_root).amax(-1) * b_error)
+        whole = score_move(
+            eps, (value * side).amax(-1), context, (value * both).amax(-1), h.moves, h.tied
+        ).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        own = _length(b) + b_error.unsqueeze(-1)
+        own = _length((t[..., group] * row_root * own).mT)  # (…, n)
+        rows = score_move(eps.unsqueeze(-1), side[..., group], own, both[..., group], h.moves, h.tied)
+        rows = (rows * value[..., group]).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        found.append((whole, rows))
+    return found
+
+
+def _gram(x: Tensor, p: Tensor, centre: bool) -> Tensor:
+    """`Σ_c p_c (x_c − k)ᵀ (x_c − k)`, k the mean under p or 0: (…, m, d), (…, G, m) → (…, G, d, d)."""
+    rows = x.unsqueeze(-3)
+    if centre:
+        mean = p @ x / p.sum(-1, keepdim=True).clamp(min=1e-300)
+        rows = rows - mean.unsqueeze(-2)
+    scaled = safe_sqrt(p).unsqueeze(-1) * rows
+    return scaled.mT @ scaled
+
+
+def _top(grams: Tensor, weights: Tensor, rounding: float) -> Tensor:
+    """`λ_max(Σ_h weight_hg G_hg)`: (…, H, G, d, d), (…, H, G) → (…, G)."""
+    total = (weights[..., None, None] * grams).sum(-4)
+    return gram_norm_upper(total) + rounding * total.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _columns(high: Tensor, count: int, work: float, memory: float) -> Tensor | None:
+    """p̄ with the largest of groups of keys, (…, H, n, groups); None where even one takes too much."""
+    most = int(min(high.shape[-1], GROUP_WORK / work, GROUP_MEMORY / memory))
+    if most < 2:
+        return None
+    if most >= high.shape[-1]:
+        return high
+    group = _row_order(high.mT, most)
+    return _largest(high.mT, group, most).mT
+
+
+def _by_column(h: Heads, columns: Tensor, weight: Tensor) -> Tensor:
+    """`max_c λ_max(Σ_hr weight_hr p̄_h,rc B_h,rᵀ B_h,r)^½`, (…, H, n) → (…)."""
+    inner = torch.einsum("...hnc,...hnk,...hnl->...hckl", columns * weight.unsqueeze(-1), h.q, h.q)
+    outer = h.w_k.unsqueeze(-3) @ inner @ h.w_k.mT.unsqueeze(-3)  # (…, H, columns, d_c, d_c)
+    return safe_sqrt(_top(outer, torch.ones_like(outer[..., 0, 0]), h.rounding).amax(-1))
