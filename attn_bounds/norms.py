@@ -23,7 +23,7 @@ def gram_norm_upper(gram: Tensor) -> Tensor:
     """Largest eigenvalue of a positive semidefinite matrix, from above.
 
     Exact up to rounding below `EXACT_SIZE`, else proved by a Cholesky factor (as a rule within 1e-3), or by
-    Gram iteration, rescaled, `‖G^(2^t)‖_F^(1/2^t) ≥ λ_max`, where that fails. Many matrices in
+    Gram iteration, rescaled, `‖G^(2^t)‖_F^(1/2^t) ≥ λ_max`, where that fails. Batches in
     single precision get Gram iteration at once: up to three times as fast, and as a rule within 2e-2.
 
     Shape: (…, r, r) → (…).
@@ -54,9 +54,12 @@ def gram_norm_upper(gram: Tensor) -> Tensor:
 
 
 def _in_bulk(x: Tensor) -> bool:
-    """Whether these are many matrices, none too large, in single precision."""
+    """Whether this is a batch of matrices, none too large, in single precision.
+
+    A batch of one as well: a sample's bound must not depend on what else is in its batch.
+    """
     few = min(x.shape[-2:]) <= BULK_SIZE and max(x.shape[-2:]) <= 2 * BULK_SIZE
-    return few and x.dtype == torch.float32 and x.shape[:-2].numel() > 1
+    return few and x.dtype == torch.float32 and x.ndim > 2
 
 
 def _by_gram_iteration(gram: Tensor) -> Tensor:
