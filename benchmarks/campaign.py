@@ -98,9 +98,9 @@ def random_networks(count: int, seed: int) -> Iterator[Item]:
             yield f"network {i}", verifier, InputSet.ball(x, norm, radius), spec
 
 
-def shared_properties() -> Iterator[Item]:
+def shared_properties(models: str) -> Iterator[Item]:
     """The competition's properties, and l1 and l2 balls around their centres."""
-    for name in names():
+    for name in names(models):
         verifier, box, spec = load(name, dtype=torch.float64)
         pgd_trained = name.startswith("pgd")
         yield name, verifier, box, spec
@@ -114,6 +114,7 @@ def main() -> None:
     )
     parser.add_argument("--networks", type=int, default=120)
     parser.add_argument("--shared", action="store_true", help="the competition's properties instead")
+    parser.add_argument("--models", default="pgd,ibp", help="for --shared, by the first letters")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--methods", default=",".join(METHODS))
     args = parser.parse_args()
@@ -123,8 +124,8 @@ def main() -> None:
     counts, unknown = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
     closest: dict[str, float] = dict.fromkeys(methods, math.inf)
     violations: list[dict[str, Any]] = []
-    items = shared_properties() if args.shared else random_networks(args.networks, args.seed)
-    total = 3 * len(names()) if args.shared else args.networks * len(NORMS) * len(RADII)
+    items = shared_properties(args.models) if args.shared else random_networks(args.networks, args.seed)
+    total = 3 * len(names(args.models)) if args.shared else args.networks * len(NORMS) * len(RADII)
     with progress(total) as begin:
         for name, verifier, ball, spec in items:
             begin(name)

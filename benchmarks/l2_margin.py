@@ -118,7 +118,11 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         times = [a["seconds"] / b["seconds"] for a, b in pairs if b]
         own = [m for m in dict.fromkeys(r["method"] for r in mine) if m.startswith("sensitivity")]
         ratios = {
-            m: [r["seconds"] / by[p, e, "stock-crown"]["seconds"] for (p, e, k), r in by.items() if k == m]
+            m: [
+                r["seconds"] / by[p, e, "stock-crown"]["seconds"]
+                for (p, e, k), r in by.items()
+                if k == m and (p, e, "stock-crown") in by
+            ]
             for m in own
             if times
         }
