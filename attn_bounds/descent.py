@@ -26,9 +26,8 @@ class Adam:
         for t, (first, second), gradient in zip(self.tensors, self.moments, gradients, strict=False):
             if gradient is None:
                 continue
-            g = gradient.nan_to_num(
-                nan=0.0, posinf=0.0, neginf=0.0
-            )  # one functional must not spoil the others
+            # one functional must not spoil the others
+            g = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             first.lerp_(g, 0.1)
             second.mul_(0.999).addcmul_(g, g, value=0.001)
             size = (second / (1.0 - 0.999**self.steps)).sqrt_().add_(1e-8)

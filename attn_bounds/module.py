@@ -328,6 +328,14 @@ class BoundedModule(LirpaModule):
         moves = lower < upper
         return bool((moves & ((lower > value - eps) | (upper < value + eps))).any())
 
+    def forward_passes(
+        self, x: Sequence[Any], memory: float | None = None, backward: bool = False
+    ) -> Iterator[Any]:
+        """`propagate`, and again with the limits kept where they cut the ball."""
+        yield self.propagate(x, memory, backward=backward)
+        if self.is_cut(x):
+            yield self.propagate(x, memory, reduce=False)
+
     def note_folded(self, found: Any, shares: list[Any], bounds: Tensor) -> None:
         """Keep what a memory budget did to a pass with these bounds, for reports."""
         self.folded = Folded.of(found.groups.folded, shares, bounds)

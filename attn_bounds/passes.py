@@ -84,13 +84,14 @@ def sensitivity_passes(
         return lower(rows) if bound_lower else None, -lower(-rows) if bound_upper else None
 
     crown, alpha = method == "sensitivity-crown", method == "sensitivity-alpha"
-    forward = graph.propagate(x, memory, backward=crown or alpha)
+    forwards = graph.forward_passes(x, memory, backward=crown or alpha)
+    forward = next(forwards)
     bounds = both(forward, QUICK)
     graph.note_folded(forward, sides[0], next(t for t in bounds if t is not None))
     labels = frozenset().union(*(paying(shares) for shares in sides))
     yield done("forward", bounds)
-    if graph.is_cut(x) and not over():
-        yield done("forward, cut", both(graph.propagate(x, memory, reduce=False), QUICK))
+    if not over() and (cut := next(forwards, None)) is not None:
+        yield done("forward, cut", both(cut, QUICK))
     rows = _rows(C, forward.output.centre)
     if crown and not over() and (found := graph.backward_bounds(forward, x, rows, bound_lower, bound_upper)):
         yield done("backward", found)

@@ -356,10 +356,8 @@ class Verifier:
         a = spec.A.to(x)[None]  # all rows, so that they are bounded as they were
         losses: dict[tuple[str, int], float] = {}
         with torch.no_grad():
-            graph = self.graph(stock=False)
-            ways = (True, False) if graph.is_cut((bounded,)) else (True,)
-            propagated = [graph.propagate((bounded,), self.memory, reduce=way) for way in ways]
-            passes = [(p, *p.lower(a)) for p in propagated]
+            forwards = self.graph(stock=False).forward_passes((bounded,), self.memory)
+            passes = [(p, *p.lower(a)) for p in forwards]
             found, _, parts = max(passes, key=lambda p: float(p[1][0, row]))
             for label, size, loss in parts:
                 losses[label, size] = losses.get((label, size), 0.0) + float(loss[0, row])

@@ -298,18 +298,23 @@ class BoundAttentionScores(BoundAttentionOperator):
     def _or_jacobian(
         self, a: Tensor, plane: Plane, coefficients: list[Tensor | None], mix: Tensor | None
     ) -> Planes:
-        """The better of a McCormick plane and of the linear part at the centre plus the bilinear range."""
+        """The better of the box's plane and of the tangent at the centre plus the range of what it leaves."""
         q, k = self.inputs[:2]
         q0, k0 = (
             t.reshape(-1, *n.output_shape[1:]) for t, n in ((self.local.queries, q), (self.local.keys, k))
         )
         low, high = (t.to(a.dtype).reshape(-1, *self.output_shape[1:]) for t in self.local.bilinear)
-        scaled = self.scale * a
         loss = (a.clamp(min=0.0) * low + a.clamp(max=0.0) * high).flatten(2).sum(-1)
-        product = (scaled * (q0 @ k0.mT)).flatten(2).sum(-1)
-        own = [_fit(scaled @ k0, q), _fit(scaled.mT @ q0, k)], loss - product
-        gap = product - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
+        on_q, on_k, value = self._tangent(a, q0, k0)
+        # scores are of second degree: the slope times the point is twice the value
+        own = [_fit(on_q, q), _fit(on_k, k)], loss - value
+        gap = value - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
         return _mixed(-loss <= gap, own, (coefficients, plane.bias), mix)
+
+    def _tangent(self, a: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Slopes of the functional on queries and keys at a point, and its value (spec, batch)."""
+        scaled = self.scale * a
+        return scaled @ k, scaled.mT @ q, (scaled * (q @ k.mT)).flatten(2).sum(-1)
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         q, k = self.inputs[:2]
@@ -370,23 +375,9 @@ class BoundL2Scores(BoundAttentionScores):
             coefficients.append(None)
         return coefficients, bias
 
-    def _or_jacobian(
-        self, a: Tensor, plane: Plane, coefficients: list[Tensor | None], mix: Tensor | None
-    ) -> Planes:
-        """The better of the box's plane and of the tangent at the centre plus the range of what it leaves."""
-        q, k = self.inputs[:2]
-        q0, k0 = (
-            t.reshape(-1, *n.output_shape[1:]) for t, n in ((self.local.queries, q), (self.local.keys, k))
-        )
-        low, high = (t.to(a.dtype).reshape(-1, *self.output_shape[1:]) for t in self.local.bilinear)
+    def _tangent(self, a: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scaled = -self.scale * a
-        loss = (a.clamp(min=0.0) * low + a.clamp(max=0.0) * high).flatten(2).sum(-1)
-        on_q, on_k = slope(scaled, q0, k0)
-        at_centre = (scaled * squared_distances(q0, k0)).flatten(2).sum(-1)
-        # the slope times the point is twice the value
-        own = [_fit(on_q, q), _fit(on_k, k)], loss - at_centre
-        gap = at_centre - (plane.x * q0).flatten(2).sum(-1) - (plane.y * k0).flatten(2).sum(-1) - plane.bias
-        return _mixed(-loss <= gap, own, (coefficients, plane.bias), mix)
+        return *slope(scaled, q, k), (scaled * squared_distances(q, k)).flatten(2).sum(-1)
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
         q, k = self.inputs[:2]
