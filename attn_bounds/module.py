@@ -27,7 +27,8 @@ from .lirpa import (
 )
 from .lofast import LOFAST_METHODS
 from .lofast import compute_bounds as lofast_bounds
-from .operators.attention import BoundAttentionOperator, operators
+from .operators import operators
+from .operators.base import BoundOperator
 from .operators.input import BehindInputBox
 from .operators.repairs import repairs
 from .passes import SENSITIVITY_METHODS, Pass, sensitivity_passes
@@ -408,7 +409,7 @@ class BoundedModule(LirpaModule):
         else:
             self._set_used_nodes(self.final_node())
             nodes = list(self.get_enabled_opt_act())
-        return [n for n in nodes if not (isinstance(n, BoundAttentionOperator) and n.is_linear())]
+        return [n for n in nodes if not (isinstance(n, BoundOperator) and n.is_linear())]
 
     def _alpha_crown(
         self,

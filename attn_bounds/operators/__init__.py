@@ -1,0 +1,18 @@
+"""Bound operators of ours, by the kind of node that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def operators() -> dict[str, Any]:
+    """The operators of this package by node kind, for `custom_ops`."""
+    from . import attention, input
+
+    return {
+        "attn_bounds::AttentionScores": attention.BoundAttentionScores,
+        "attn_bounds::L2Scores": attention.BoundL2Scores,
+        "attn_bounds::AttentionWeights": attention.BoundAttentionWeights,
+        "attn_bounds::AttentionAverage": attention.BoundAttentionAverage,
+        input.KIND: input.BoundInputBox,
+    }

@@ -11,7 +11,7 @@ from torch import nn
 from attn_bounds import lirpa
 from attn_bounds.domain.propagate import Propagation
 from attn_bounds.module import BoundedModule
-from attn_bounds.operators.attention import _mixed
+from attn_bounds.operators.base import mixed
 
 from ..contract import BoundContract, Case, Flat, bounded_inputs, bounds
 from ..operators.test_attention import SelfAttention, mask, tensor
@@ -131,7 +131,7 @@ def test_mixed_planes_ignore_what_is_not_finite() -> None:
     one = [torch.full((1, 3, 2), 2.0), None], torch.tensor([[1.0, math.inf, -math.inf]])
     two = [torch.full((1, 3, 2), 4.0), torch.ones((1, 3, 5))], torch.tensor([[3.0, 5.0, math.nan]])
     for mix in (None, torch.full((1, 3), 0.25)):
-        coefficients, bias = _mixed(first, one, two, mix)  # type: ignore[arg-type]
+        coefficients, bias = mixed(first, one, two, mix)  # type: ignore[arg-type]
         part = 1.0 if mix is None else 0.75
         assert bias[0, 0] == part * 1.0 + (1.0 - part) * 3.0 and bias[0, 1] == 5.0
         assert not torch.isfinite(bias[0, 2])  # neither is: the bound must say so
