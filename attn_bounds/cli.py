@@ -103,7 +103,9 @@ Count = Annotated[
 ]
 Vnnlib = Annotated[
     list[Path] | None,
-    typer.Option(metavar="F", rich_help_panel=_IN, help="VNN-LIB 1.0 property, .gz or not (repeatable)."),
+    typer.Option(
+        metavar="F", rich_help_panel=_IN, help="VNN-LIB property (1.0 or 2.0), .gz or not (repeatable)."
+    ),
 ]
 Norm = Annotated[
     str | None,

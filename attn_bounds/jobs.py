@@ -49,6 +49,8 @@ class Item:
         """
         if self.prop is not None:
             verifier.check_property(self.prop)
+            if not self.prop.cases:
+                raise InputError(f"{self.prop.warning}; there is no centre to put a ball around")
             return [(box.center, spec) for box, spec in self.prop.cases]
         assert self.x is not None
         if self.spec is not None:

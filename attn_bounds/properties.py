@@ -87,6 +87,8 @@ class InputSet:
     lower, upper: (1, *features) like center. For norm inf they are the set: [center - eps, center + eps]
         cut by the clip range, rounded outwards by less than one unit in the last place. For l1 and l2
         they are None or a range that the ball is intersected with.
+    inner: a smaller set, where some limits are strict: bounds hold on the closed set, but a counterexample
+        must lie in this one.
 
     Raises InputError for a tensor or number that does not describe a non-empty set."""
 
@@ -95,6 +97,7 @@ class InputSet:
     eps: float | None
     lower: Tensor | None = None
     upper: Tensor | None = None
+    inner: InputSet | None = None
 
     def __post_init__(self) -> None:
         _check_values("center", self.center)
@@ -363,12 +366,15 @@ class Specification:
     """The unsafe outputs: y is unsafe iff for SOME group ALL its rows satisfy A y <= b.
 
     A: (rows, outputs), on the flattened output. b: (rows,). groups: tuples of row numbers.
+    strict: per row, whether it reads A y < b; () where none does. It counts in `violated` only: bounds are
+        asked to exclude the boundary as well.
 
     Raises InputError for shapes that do not fit, values that are not finite, and empty or wrong groups."""
 
     A: Tensor
     b: Tensor
     groups: tuple[tuple[int, ...], ...]
+    strict: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if self.A.dim() != 2 or self.b.shape != self.A.shape[:1]:
@@ -383,6 +389,8 @@ class Specification:
         rows = len(self.A)
         if any(not 0 <= row < rows for group in self.groups for row in group):
             raise InputError(f"a group names a row outside 0..{rows - 1}")
+        if len(self.strict) not in (0, rows):
+            raise InputError(f"strict has {len(self.strict)} entries for {rows} rows")
 
     @classmethod
     def classification(cls, label: int, classes: int, targets: Sequence[int] | None = None) -> Specification:
@@ -438,6 +446,16 @@ class Specification:
         Takes exact row values, or lower bounds of them: then > 0 is sufficient."""
         return self.group_margins(row_values).amin(-1)
 
+    def violated(self, row_values: Tensor, boundary: bool = False) -> bool:
+        """Whether exact row values (rows,) are unsafe beyond doubt: all rows of a group below 0.
+
+        boundary: a row that is not `strict` may also be exactly 0, as its formula says."""
+        below = row_values < 0
+        if boundary:
+            strict = torch.tensor(self.strict or (False,) * len(below), device=below.device)
+            below |= ~strict & (row_values == 0)
+        return any(bool(below[list(group)].all()) for group in self.groups)
+
     @cached_property
     def _members(self) -> Tensor:
         """(groups, longest): row numbers, short groups filled up with their first row."""
@@ -445,9 +463,26 @@ class Specification:
         return torch.tensor([group + group[:1] * (longest - len(group)) for group in self.groups])
 
 
+@dataclass(frozen=True)
+class Variable:
+    """A declared input or output of the network: its name, type ("float32", "real", …) and shape."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Property:
-    """Input sets, each with the outputs that must not occur on it; it holds iff it holds in every case."""
+    """Input sets, each with the outputs that must not occur on it; it holds iff it holds in every case.
+
+    cases: none if no input satisfies the property's conditions; it then holds, and `warning` says so.
+    inputs, outputs: what the file declares; the sets are over all inputs one after the other, flattened
+        where there are several. Empty for VNN-LIB 1.0, which knows X_0, X_1, … and Y_0, Y_1, … only.
+    """
 
     name: str
     cases: tuple[tuple[InputSet, Specification], ...]
+    inputs: tuple[Variable, ...] = ()
+    outputs: tuple[Variable, ...] = ()
+    warning: str = ""

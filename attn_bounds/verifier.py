@@ -647,6 +647,20 @@ class Verifier:
         self.check_property(prop)
         if self._scaling is not None:
             raise InputError(f"property {prop.name}: its boxes are in the model's units; leave mean/std away")
+        if not prop.cases:
+            return Certificate(
+                status="verified",
+                margin=None,
+                margins=None,
+                rows=None,
+                eps=None,
+                norm=math.inf,
+                method=kwargs.get("method", "auto"),
+                seconds=0.0,
+                reason=prop.warning,
+                versions=versions(),
+                model_sha256=self.model_sha256,
+            )
         return self.certify_cases(prop.cases, **kwargs)
 
     def certify_cases(

@@ -1,0 +1,228 @@
+"""VNN-LIB 2.0: the syntax tree of the package `vnnlib`, walked for linear constraints and l2 balls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import vnnlib  # the package, not the module of that name here
+
+from .errors import InputError
+from .properties import Variable
+from .vnnlib_cases import MAX_DEPTH, Ball, Constraints, Formula, Terms
+
+# the words of the standard for the types that can be read, by the package's names
+_TYPES = {"Real": "real", "F32": "float32", "F64": "float64"}
+_SIGNS = {
+    vnnlib.LessThan: "<",
+    vnnlib.LessEqual: "<=",
+    vnnlib.GreaterThan: ">",
+    vnnlib.GreaterEqual: ">=",
+    vnnlib.Equal: "=",
+    vnnlib.NotEqual: "!=",
+}
+
+Polynomial = dict[tuple[str, ...], Fraction]  # coefficient by monomial, a sorted tuple of variables
+
+
+class Reader(Constraints):
+    """Reads one file of one network with inputs and outputs only. Places are line numbers.
+
+    Attributes:
+        inputs, outputs: as declared, in order.
+    """
+
+    def __init__(self, path: object, text: str) -> None:
+        super().__init__(path)
+        deep = _too_deep(text)  # the package's parser overflows the stack
+        if deep:
+            self.fail(deep, f"brackets are nested more than {MAX_DEPTH} deep")
+        try:
+            # it takes no comment on the last line that does not end
+            query = vnnlib.parse_query_string(text + "\n")
+        except vnnlib.VNNLibException as error:
+            raise InputError(f"{path}{_reason(str(error))}") from None
+        if len(query.networks) != 1:
+            names = ", ".join(n.name for n in query.networks)
+            raise InputError(f"{path}: {len(query.networks)} networks ({names}); only one can be verified")
+        network = query.networks[0]
+        if network.hidden:
+            names = ", ".join(h.name for h in network.hidden)
+            raise InputError(f"{path}: hidden nodes ({names}) are not supported, only inputs and outputs")
+        self.inputs, self.outputs = self._declared(network.inputs), self._declared(network.outputs)
+        self._first: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # name to kind, first index, shape
+        for kind, variables in (("X", self.inputs), ("Y", self.outputs)):
+            first = 0
+            for v in variables:
+                self._first[v.name] = (kind, first, v.shape)
+                first += math.prod(v.shape)
+        for assertion in query.assertions:
+            if not self._plain_bound(assertion.expr):
+                self.require(self._formula(assertion.expr))
+
+    def line(self, at: int) -> int:
+        return at
+
+    @staticmethod
+    def count(variables: tuple[Variable, ...]) -> int:
+        """Numbers that the variables hold together."""
+        return sum(math.prod(v.shape) for v in variables)
+
+    def shown(self, name: str) -> str:
+        i = int(name[2:])
+        for known, (kind, first, shape) in self._first.items():
+            if kind == name[0] and first <= i < first + math.prod(shape):
+                index, rest = [], i - first
+                for size in reversed(shape):
+                    index.append(str(rest % size))
+                    rest //= size
+                return f"{known}[{','.join(reversed(index))}]" if shape else known
+        return name
+
+    def _declared(self, definitions: Any) -> tuple[Variable, ...]:
+        found = []
+        for d in definitions:
+            kind = str(d.dtype).removeprefix("DType.")
+            if kind not in _TYPES:
+                raise InputError(
+                    f"{self.path}: {d.name} has type {kind}; real, float32 and float64 are supported"
+                )
+            found.append(Variable(d.name, _TYPES[kind], tuple(d.shape)))
+        return tuple(found)
+
+    def _plain_bound(self, node: Any) -> bool:
+        """Reads `input <= number` and the like, of which a file has thousands; False for anything else."""
+        sign = _SIGNS.get(type(node), "")
+        if sign[:1] not in ("<", ">") or not isinstance(node.lhs, vnnlib.Var):
+            return False
+        if not isinstance(node.rhs, vnnlib.Literal) or self._first[node.lhs.name][0] != "X":
+            return False
+        ((name,),) = self._polynomial(node.lhs)
+        value = float(node.rhs.lexeme)
+        self.bound(self.shared, int(name[2:]), sign[0] == "<", value, len(sign) == 1, node.lhs.line)
+        return True
+
+    def _formula(self, node: Any) -> Formula:
+        """Disjunction of conjunctions equivalent to a formula."""
+        if isinstance(node, (vnnlib.And, vnnlib.Or)):
+            parts = [self._formula(argument) for argument in node.args]
+            if isinstance(node, vnnlib.Or):
+                return list(itertools.chain(*parts))
+            return self.conjunction(parts, _line(node))
+        sign, at = _SIGNS[type(node)], _line(node)
+        left, right = self._polynomial(node.lhs), self._polynomial(node.rhs)
+        degree = max(map(len, [*left, *right]), default=0)
+        if degree > 1:
+            left = _combine(left, right, -1)
+            return [[self._quadratic(at, sign, left)]]
+        return self.compare(at, sign, _linear(left), _linear(right))
+
+    def _quadratic(self, at: int, sign: str, p: Polynomial) -> Ball:
+        """The l2 ball that `p sign 0` says."""
+        if sign in (">", ">="):
+            p, sign = _combine({}, p, -1), {">": "<", ">=": "<="}[sign]
+        p = {m: c for m, c in p.items() if c}
+        squares = {m: c for m, c in p.items() if len(m) > 1}
+        names = {m[0] for m in squares}
+        why = ""
+        if any(len(m) > 2 or m[0] != m[1] for m in squares):
+            bad = next(m for m in squares if len(m) > 2 or m[0] != m[1])
+            why = f"it has the product {' * '.join(map(self.shown, bad))}"
+        elif any(n[0] == "Y" for n in names):
+            why = f"it has the square of the output {self.shown(next(n for n in names if n[0] == 'Y'))}"
+        elif sign not in ("<", "<=") or min(squares.values(), default=1) <= 0:
+            why = "it is not an upper limit of the squares"
+        elif len(set(squares.values())) > 1:
+            why = "its squares have different coefficients"
+        elif any(m[0] not in names for m in p if len(m) == 1):
+            bad = next(m for m in p if len(m) == 1 and m[0] not in names)
+            why = f"it has {self.shown(bad[0])} outside the squares"
+        if why or not squares:
+            self.fail(
+                at,
+                "non-linear constraint that is not an l2 ball, the sum of (x - c)^2 over inputs <= r^2: "
+                + (why or "all its squares cancel"),
+            )
+        scale = next(iter(squares.values()))
+        center = {int(n[2:]): -p.get((n,), Fraction(0)) / (2 * scale) for n in names}
+        square = sum((c * c for c in center.values()), Fraction(0)) - p.get((), Fraction(0)) / scale
+        return Ball(at, center, square, sign == "<")
+
+    def _polynomial(self, node: Any) -> Polynomial:
+        """An arithmetic expression; exact on float64 literals."""
+        if isinstance(node, vnnlib.Var):
+            kind, first, shape = self._first[node.name]
+            index = 0
+            for i, size in zip(node.indices, shape, strict=True):
+                index = index * size + i
+            return {(f"{kind}_{first + index}",): Fraction(1)}
+        if isinstance(node, vnnlib.Literal):
+            value = float(node.lexeme)
+            if not math.isfinite(value):
+                self.fail(node.line, f"{node.lexeme} is not a finite float64")
+            return {(): Fraction(value)}
+        if isinstance(node, vnnlib.Negate):
+            return _combine({}, self._polynomial(node.expr), -1)
+        if isinstance(node, vnnlib.Minus):
+            result = self._polynomial(node.head)
+            for other in node.rest:
+                result = _combine(result, self._polynomial(other), -1)
+            return result
+        values = [self._polynomial(argument) for argument in node.args]
+        result = values[0]
+        for factor in values[1:]:
+            result = _combine(result, factor, 1) if isinstance(node, vnnlib.Plus) else _times(result, factor)
+            if any(len(m) > 2 for m in result):
+                self.fail(_line(node), "a product of three variables; only linear constraints can be read")
+        return result
+
+
+def _too_deep(text: str) -> int:
+    """The line at which brackets are nested too deep, 0 if they are not."""
+    data = np.frombuffer(re.sub(r";[^\n]*", "", text).encode(), dtype=np.uint8)
+    depth = np.cumsum((data == ord("(")).astype(int) - (data == ord(")")))
+    over = np.flatnonzero(depth > MAX_DEPTH)
+    return int((data[: over[0]] == ord("\n")).sum()) + 1 if len(over) else 0
+
+
+def _line(node: Any) -> int:
+    """Line of the first variable or number below a node; the package gives lines to these only."""
+    while not hasattr(node, "line"):
+        node = node.children()[0]
+    return int(node.line)
+
+
+def _linear(p: Polynomial) -> Terms:
+    return {monomial[0] if monomial else "": value for monomial, value in p.items()}
+
+
+def _combine(a: Polynomial, b: Polynomial, factor: int) -> Polynomial:
+    """a + factor * b"""
+    result = dict(a)
+    for monomial, value in b.items():
+        result[monomial] = result.get(monomial, Fraction(0)) + factor * value
+    return result
+
+
+def _times(a: Polynomial, b: Polynomial) -> Polynomial:
+    result: Polynomial = {}
+    for (m, x), (n, y) in itertools.product(a.items(), b.items()):
+        key = tuple(sorted(m + n))
+        result[key] = result.get(key, Fraction(0)) + x * y
+    return result
+
+
+def _reason(message: str) -> str:
+    """`:line: reason` from the package's message, which is JSON for what is wrong after parsing."""
+    try:
+        first = json.loads(message)["errors"][0]
+        text = f"{first['message']}: {first['offendingSymbol']}. {first['hint']}"
+        return f":{first['line']}: {text}"
+    except (ValueError, KeyError, IndexError, TypeError):
+        place = re.search(r"line (\d+)", message)
+        return f"{':' + place[1] if place else ''}: {' '.join(message.split())}"
