@@ -1,5 +1,6 @@
 """ONNX in and out: load transformers as torch modules whose attention is recognised."""
 
+from .export import Exported, export
 from .load import ModelInfo, OnnxModule, Oracle, inspect, load
 from .ops import (
     attention,
@@ -13,6 +14,7 @@ from .simplify import Attention
 
 __all__ = [
     "Attention",
+    "Exported",
     "ModelInfo",
     "OnnxModule",
     "Oracle",
@@ -20,6 +22,7 @@ __all__ = [
     "attention_average",
     "attention_scores",
     "attention_weights",
+    "export",
     "inspect",
     "l2_attention",
     "l2_scores",

@@ -51,7 +51,7 @@ class _Unary(torch.autograd.Function):
 
 
 def _layer_norm(x: Tensor, axes: int, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[x.ndim - axes :], eps=eps)
+    return F.layer_norm(x, [int(d) for d in x.shape[x.ndim - axes :]], eps=eps)  # constants in a trace
 
 
 def _rms_norm(x: Tensor, axes: int, eps: float) -> Tensor:
