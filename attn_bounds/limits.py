@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,10 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from .child import Child, Stopped, end_with_parent
 from .errors import AttnBoundsError, InputError
 from .jobs import Item, Jobs
 from .memory import parse_memory
@@ -30,7 +28,6 @@ from .verifier import AUTO, Verifier, check_method
 
 LOAD_SECONDS = 600.0  # for building the model, and again for the graph of a method
 GRACE = 0.97  # part of the time limit after which the child begins nothing new
-POLL = 0.02  # seconds between two looks at the clock and the child's memory
 
 
 def check_timeout(timeout: float | None) -> float | None:
@@ -46,6 +43,7 @@ def check_timeout(timeout: float | None) -> float | None:
 
 def _child(connection: Connection, model: str, threads: int, kwargs: dict[str, Any]) -> None:
     """Body of the child process: build the verifier, then answer jobs until the parent hangs up."""
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     os.dup2(2, 1)  # stdout is for results; whatever auto_LiRPA prints goes to stderr
     warnings.simplefilter("ignore")
@@ -87,10 +85,6 @@ def _child(connection: Connection, model: str, threads: int, kwargs: dict[str, A
 # the parent
 
 
-class _Stopped(Exception):
-    """The child was killed or died; says why."""
-
-
 class LimitedVerifier:
     """A `Verifier` in a child process, with limits on every job.
 
@@ -103,7 +97,7 @@ class LimitedVerifier:
         timeout: seconds per job, or None. The clock starts when model and graph are built, since they are
             kept for later jobs; building each may take `LOAD_SECONDS` at most.
         memory: "4GB", "500MB" or bytes, or None: resident memory of the whole child, in which Python and
-            torch alone take about 400 MB. It is looked at every `POLL` seconds, so a short peak can pass.
+            torch alone take about 400 MB. It is looked at every `child.POLL` seconds; a short peak can pass.
             Method sensitivity plans to stay below it: errors that there is no memory for get no symbols.
         verifier_kwargs: of `Verifier`.
 
@@ -125,8 +119,7 @@ class LimitedVerifier:
         self.model, self.kwargs = str(model_path), verifier_kwargs
         self.timeout, self.memory = check_timeout(timeout), parse_memory(memory)
         self.kwargs["memory"] = self.memory
-        self._process: Any = None
-        self._connection: Connection | None = None
+        self._child: Child | None = None
         self._shape: tuple[tuple[int, ...], int] | None = None
 
     def __enter__(self) -> LimitedVerifier:
@@ -137,14 +130,9 @@ class LimitedVerifier:
 
     def close(self) -> None:
         """Kill the child."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process.close()
-            self._process = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -160,7 +148,7 @@ class LimitedVerifier:
         if self._shape is None:
             try:
                 self._start()
-            except _Stopped as e:
+            except Stopped as e:
                 raise InputError(f"{self.model}: {e}") from None
         assert self._shape is not None
         return self._shape
@@ -221,8 +209,8 @@ class LimitedVerifier:
         last, begin = blank, None
         try:
             self._start()
-            assert self._connection is not None
-            self._connection.send_bytes(pickle.dumps((name, arguments)))
+            assert self._child is not None
+            self._child.send((name, arguments))
             next(self._messages(LOAD_SECONDS, " while the bounds were prepared"))
             begin = time.monotonic()
             for kind, value in self._messages(self.timeout, ""):
@@ -230,8 +218,10 @@ class LimitedVerifier:
                 if kind == "done":
                     break
             return last, "", time.monotonic() - begin
-        except _Stopped as e:
-            last = self._kill(last)
+        except Stopped as e:
+            for kind, value in [] if self._child is None else self._child.kill():
+                last = value if kind in ("partial", "done") else last
+            self._child = None
             return last, str(e), 0.0 if begin is None else time.monotonic() - begin
         except (BrokenPipeError, ConnectionResetError):
             self.close()
@@ -246,19 +236,12 @@ class LimitedVerifier:
         """Start a child unless one is there, and wait until its model is loaded.
 
         Raises:
-            _Stopped: a limit was passed. InputError, ImportError: the model cannot be loaded.
+            Stopped: a limit was passed. InputError, ImportError: the model cannot be loaded.
         """
-        if self._process is not None and self._process.is_alive():
+        if self._child is not None and self._child.process.is_alive():
             return
         self.close()
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_child, args=(theirs, self.model, torch.get_num_threads(), self.kwargs), daemon=True
-        )
-        with _no_interrupt():
-            self._process.start()
-        theirs.close()  # so that the child's death shows as the end of the pipe
+        self._child = Child(_child, self.model, torch.get_num_threads(), self.kwargs, memory=self.memory)
         try:
             _, self._shape = next(self._messages(LOAD_SECONDS, " while the model was loaded"))
         except BaseException:
@@ -266,60 +249,6 @@ class LimitedVerifier:
             raise
 
     def _messages(self, seconds: float | None, phase: str) -> Iterator[tuple[str, Any]]:
-        """What the child sends, until a limit is passed (raises _Stopped) or it sends an error (raised)."""
-        assert self._connection is not None
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
-        memory_of = psutil.Process(self._process.pid).memory_info
-        while True:
-            if time.monotonic() > deadline:
-                raise _Stopped(f"time limit of {seconds:g} s passed{phase}")
-            with contextlib.suppress(psutil.Error):  # it died: the pipe says so next
-                if self.memory is not None and memory_of().rss > self.memory:
-                    raise _Stopped(f"memory limit of {_in_words(self.memory)} passed{phase}")
-            if not self._connection.poll(POLL):
-                continue
-            try:
-                kind, value = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                raise _Stopped(self._death(phase)) from None
-            if kind == "error":
-                raise value
-            if kind == "limit":
-                raise _Stopped(f"{value}{phase}")
-            yield kind, value
-
-    def _death(self, phase: str) -> str:
-        self._process.join(5)
-        code = self._process.exitcode
-        if code == -signal.SIGKILL:
-            return f"the child process was killed{phase}, perhaps because the machine's memory was used up"
-        return f"the child process ended with exit code {code}{phase}"
-
-    def _kill(self, last: Any) -> Any:
-        """Kill the child, if there still is one; returns the last result that it had sent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        with contextlib.suppress(EOFError, OSError):
-            while self._connection is not None and self._connection.poll(0):
-                kind, value = pickle.loads(self._connection.recv_bytes())
-                last = value if kind in ("partial", "done") else last
-        self.close()
-        return last
-
-
-def _in_words(size: float) -> str:
-    return f"{size / 1e9:g} GB" if size >= 1e9 else f"{size / 1e6:g} MB"
-
-
-@contextlib.contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """A process started in here ignores Ctrl-C from its first instruction on."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    saved = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, saved)
+        """What the child sends, until a limit is passed or it sends an error; `Child.messages`."""
+        assert self._child is not None
+        return self._child.messages(seconds, phase)

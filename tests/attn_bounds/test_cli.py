@@ -128,7 +128,7 @@ def _no_time(original: Any) -> Any:
 
     def messages(self: Any, seconds: float | None, phase: str) -> Any:
         if not phase:
-            raise limits._Stopped(f"time limit of {seconds:g} s passed{phase}")
+            raise limits.Stopped(f"time limit of {seconds:g} s passed{phase}")
         return original(self, seconds, phase)
 
     return messages

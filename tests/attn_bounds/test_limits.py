@@ -116,13 +116,13 @@ def test_time_limit_keeps_the_stages_that_finished(sabotaged: Callable[[str], Pa
         assert c.margins == pytest.approx([max(row) for row in zip(*best, strict=True)])
         assert 1.5 <= c.seconds < 10 and c.input_sha256 == plain.input_sha256
         # a new child answers the next jobs, and keeps doing so
-        first = v._process
+        assert v._child is None  # it was killed
         again = v.certify_input(X, 0, method="crown", **LOOSE)
         assert again.margin == pytest.approx(plain.margin) and again.reason == plain.reason
-        assert v._process is not first
-        pid = v._process.pid
+        assert v._child is not None
+        pid = v._child.process.pid
         assert v.certify_input(X, int(inside.module(X[None]).argmax()), method="crown", **SAFE).verified
-        assert v._process.pid == pid
+        assert v._child.process.pid == pid
         # of a property with several cases nothing is known before the last one is done
         ball, spec = inside.ball(X, 2.0, 1e-3), inside.specification(int(inside.module(X[None]).argmax()))
         wide = inside.ball(X, 2.0, 3.0)
@@ -196,7 +196,7 @@ def test_input_errors_are_those_of_the_verifier(tmp_path: Path) -> None:
     inside = Verifier(model)
     with LimitedVerifier(model, timeout=300) as v:
         assert (v.input_shape, v.outputs) == (inside.input_shape, inside.outputs)
-        pid = v._process.pid
+        pid = v._child.process.pid
         for label, x, options in (
             (7, X, SAFE),
             (0, torch.zeros(5), SAFE),
@@ -210,7 +210,7 @@ def test_input_errors_are_those_of_the_verifier(tmp_path: Path) -> None:
             assert str(found.value) == str(expected.value)
         with pytest.raises(InputError, match="unknown method"):
             v.certify_input(X, 0, method="magic", **SAFE)
-        assert v._process.pid == pid  # none of them cost the child
+        assert v._child.process.pid == pid  # none of them cost the child
         found_bad = v.falsify(limits.Item(0, X, 0), norm=2.0, eps=3.0, restarts=4, steps=10)
         assert found_bad is not None and inside.violates(found_bad, inside.specification(0))
     assert not psutil.pid_exists(pid)
