@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,8 +75,46 @@ def leaky_relu(alpha: float) -> Function:
     )
 
 
+def _of_exponentials(low: Tensor, high: Tensor) -> float:
+    return EPS  # x e^−y is off by a few y units in its last place, which is less than this
+
+
+def negated(f: Function) -> Function:
+    """−σ."""
+    return replace(f, value=lambda x: -f.value(x), slope=lambda x: -f.slope(x))
+
+
 def _gelu_slope(x: Tensor) -> Tensor:
     return 0.5 * torch.erfc(-x / math.sqrt(2)) + x * torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
+
+
+def _tanh_gelu_inner(x: Tensor) -> Tensor:
+    return 2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(_tanh_gelu_inner(x))  # ½ (1 + tanh(y/2)) would cancel on the left
+
+
+def _tanh_gelu_slope(x: Tensor) -> Tensor:
+    x = x.clamp(-1e3, 1e3)  # beyond, 0 or 1, and the factors overflow
+    y = _tanh_gelu_inner(x)
+    own = torch.sigmoid(y)
+    inner = 2.0 * math.sqrt(2.0 / math.pi) * (1.0 + 3 * 0.044715 * x.square())
+    return own + x * inner * own * torch.sigmoid(-y)
+
+
+def swish(beta: float) -> Function:
+    """`x · sigmoid(beta x)`."""
+
+    def slope(x: Tensor) -> Tensor:
+        own = torch.sigmoid(beta * x)
+        return own * (1.0 + beta * x * torch.sigmoid(-beta * x))
+
+    inflection = 2.399357280515467 / beta
+    return Function(
+        lambda x: x * torch.sigmoid(beta * x), slope, breaks=(-inflection, inflection), extra=_of_exponentials
+    )
 
 
 def _tanh_slope(x: Tensor) -> Tensor:
@@ -95,17 +133,27 @@ RECIPROCAL = Function(
 TANH = Function(torch.tanh, _tanh_slope, breaks=(0.0,))
 SIGMOID = Function(torch.sigmoid, lambda x: torch.sigmoid(x) * torch.sigmoid(-x), breaks=(0.0,))
 
+ERF = Function(torch.erf, lambda x: 2.0 / math.sqrt(math.pi) * torch.exp(-x.square()), breaks=(0.0,))
+# Breaks are where the second derivative vanishes: the slope is stationary there, so the digits suffice.
+GELU = Function(
+    lambda x: 0.5 * x * torch.erfc(-x / math.sqrt(2)),
+    _gelu_slope,
+    breaks=(-math.sqrt(2), math.sqrt(2)),
+    extra=_of_exponentials,
+)
+TANH_GELU = Function(
+    _tanh_gelu, _tanh_gelu_slope, breaks=(-1.418504008790828, 1.418504008790828), extra=_of_exponentials
+)
+SILU = swish(1.0)
+QUICK_GELU = swish(1.702)
+
 # by class name of auto_LiRPA's node
 FUNCTIONS: dict[str, Function] = {
     "BoundTanh": TANH,
     "BoundSigmoid": SIGMOID,
     "BoundAtan": Function(torch.atan, lambda x: 1.0 / (1.0 + x.square()), breaks=(0.0,)),
-    "BoundErf": Function(
-        torch.erf, lambda x: 2.0 / math.sqrt(math.pi) * torch.exp(-x.square()), breaks=(0.0,)
-    ),
-    "BoundGelu": Function(
-        lambda x: 0.5 * x * torch.erfc(-x / math.sqrt(2)), _gelu_slope, breaks=(-math.sqrt(2), math.sqrt(2))
-    ),
+    "BoundErf": ERF,
+    "BoundGelu": GELU,
     "BoundExp": Function(torch.exp, torch.exp, one_sign=True),
     "BoundSqr": SQUARE,
     "BoundAbs": Function(torch.abs, torch.sign, breaks=(0.0,), one_sign=True, affine=True),
@@ -141,10 +189,6 @@ def errors(
 
     `kappa` bounds `|e − e(centre)| / |x − centre|`.
     """
-
-    def e(x: Tensor) -> Tensor:
-        return f.value(x) - at - slope * (x - centre)
-
     size = at.abs()
     bottom, top = torch.full_like(at, math.inf), torch.full_like(at, -math.inf)
     steepest = torch.zeros_like(at)
@@ -161,18 +205,21 @@ def errors(
         if f.affine:
             continue
         turns = g_left * g_right < 0
-        a, b, rising = left, right, g_left < 0
+        if not bool(turns.any()):
+            continue
+        # only the entries that turn: bisection is what a range costs
+        a, b, rising, own = left[turns], right[turns], g_left[turns] < 0, slope[turns]
         for _ in range(steps):
             middle = (a + b) / 2
-            before = (f.slope(middle) < slope) == rising  # the turning point is to the right
+            before = (f.slope(middle) < own) == rising  # the turning point is to the right
             a, b = torch.where(before, middle, a), torch.where(before, b, middle)
         # between a and the turning point |σ' − λ| is at most what it is at a
-        slope_a = f.slope(a)
-        reach = ((slope_a - slope).abs() + 16 * EPS * (slope_a.abs() + slope.abs())) * (b - a)
-        point = e(a)
-        bottom = torch.where(turns, torch.minimum(bottom, point - reach), bottom)
-        top = torch.where(turns, torch.maximum(top, point + reach), top)
-        size = torch.where(turns, torch.maximum(size, f.value(a).abs()), size)
+        slope_a, value = f.slope(a), f.value(a)
+        reach = ((slope_a - own).abs() + 16 * EPS * (slope_a.abs() + own.abs())) * (b - a)
+        point = value - at[turns] - own * (a - centre[turns])
+        bottom[turns] = torch.minimum(bottom[turns], point - reach)
+        top[turns] = torch.maximum(top[turns], point + reach)
+        size[turns] = torch.maximum(size[turns], value.abs())
     slack = 16 * EPS * (size + slope.abs() * (high - low)) + f.extra(low, high)
     # on a convex or concave stretch e/d is monotone: its extremes are at the ends
     kappa = steepest

@@ -86,8 +86,10 @@ def reads(node: Any) -> list[Any]:
 
 
 def _function(node: Any) -> Function | None:
-    """The scalar function of an elementwise node, if it has a rule."""
+    """The scalar function of an elementwise node, if it has a rule; operators of ours name it themselves."""
     name = kind(node)
+    if isinstance(own := getattr(node, "function", None), Function):
+        return own
     if name == "BoundLeakyRelu":
         return leaky_relu(float(node.attr["alpha"])) if "alpha" in node.attr else None
     if name == "BoundPow":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..domain.activations import FUNCTIONS, Function, leaky_relu
+from ..domain.activations import ERF, FUNCTIONS, GELU, QUICK_GELU, SILU, TANH_GELU, Function, leaky_relu
 from ..domain.linear import MOVES
 from ..domain.nodes import AVERAGE, PRODUCTS, is_unit, kind, value
 
@@ -155,25 +155,6 @@ class Activation:
         return factor * low - room, factor * high + room
 
 
-def _tanh_gelu_slope(x: Tensor) -> Tensor:
-    c = math.sqrt(2.0 / math.pi)
-    t = torch.tanh(c * (x + 0.044715 * x**3))
-    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t.square()) * c * (1.0 + 0.134145 * x.square())
-
-
-def _silu_slope(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1.0 + x * (1.0 - s))
-
-
-# Where the second derivative vanishes: the slope is stationary there, so that the digits given suffice.
-TANH_GELU = Function(
-    lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    _tanh_gelu_slope,
-    breaks=(-1.4185040088, 1.4185040088),
-)
-SILU = Function(torch.nn.functional.silu, _silu_slope, breaks=(-2.3993573, 2.3993573))
-GELU = FUNCTIONS["BoundGelu"]
 LIPSCHITZ = {
     "BoundTanh": 1.0,
     "BoundSigmoid": 0.25,
@@ -181,7 +162,8 @@ LIPSCHITZ = {
     "BoundErf": 2.0 / math.sqrt(math.pi),
     "BoundGelu": float(GELU.slope(torch.tensor(math.sqrt(2.0), dtype=torch.float64))),  # 1.1289
 }
-SATURATING = {"BoundTanh": "tanh", "BoundErf": "erf", "BoundSigmoid": "sigmoid"}
+SMOOTH = (ERF, GELU, TANH_GELU, SILU, QUICK_GELU)  # what operators of ours compute
+SATURATING = {"BoundTanh": "tanh", "BoundErf": "erf", "BoundErfFunction": "erf", "BoundSigmoid": "sigmoid"}
 
 
 def activation(node: Any) -> Activation | None:
@@ -192,8 +174,10 @@ def activation(node: Any) -> Activation | None:
     if name == "BoundLeakyRelu" and "alpha" in node.attr:
         alpha = float(node.attr["alpha"])
         return Activation(node.inputs[0], leaky_relu(alpha), max(1.0, abs(alpha)), alpha)
+    if isinstance(own := getattr(node, "function", None), Function):
+        return Activation(node.inputs[0], own, _steepest(own)) if own in SMOOTH else None
     if name == "BoundGelu" and _text(node.attr.get("approximate", "none")) == "tanh":
-        return Activation(node.inputs[0], TANH_GELU, _peak(TANH_GELU))
+        return Activation(node.inputs[0], TANH_GELU, _steepest(TANH_GELU))
     if name in LIPSCHITZ:
         return Activation(node.inputs[0], FUNCTIONS[name], LIPSCHITZ[name])
     return _written_out(node) if name == "BoundMul" else None
@@ -203,8 +187,9 @@ def _text(x: Any) -> str:
     return x.decode() if isinstance(x, bytes) else str(x)
 
 
-def _peak(f: Function) -> float:
-    return float(f.slope(torch.tensor(f.breaks[-1], dtype=torch.float64)))
+def _steepest(f: Function) -> float:
+    """Lipschitz constant: the slope is extreme at a break, or where the function is a line."""
+    return float(f.slope(torch.tensor(f.breaks, dtype=torch.float64)).abs().max())
 
 
 def _written_out(node: Any) -> Activation | None:
@@ -246,14 +231,14 @@ def _match(u: Any, e: _Expression) -> Activation | None:
     if not is_line(q) or q[1] == 0.0:
         return None
     if t == "sigmoid" and not p and is_line(r) and r[1] != 0.0:
-        return Activation(u, SILU, _peak(SILU), outer=q[1] / r[1], inner=r[1])
+        return Activation(u, SILU, _steepest(SILU), outer=q[1] / r[1], inner=r[1])
     if p != q:
         return None
     if t == "erf" and is_line(r) and near(r[1], math.sqrt(0.5)):
         return Activation(u, GELU, LIPSCHITZ["BoundGelu"], outer=2.0 * q[1])
     tanh = [0.0, math.sqrt(2.0 / math.pi), 0.0, 0.044715 * math.sqrt(2.0 / math.pi)]
     if t == "tanh" and len(r) == 4 and r[0] == r[2] == 0.0 and near(r[1], tanh[1]) and near(r[3], tanh[3]):
-        return Activation(u, TANH_GELU, _peak(TANH_GELU), outer=2.0 * q[1])
+        return Activation(u, TANH_GELU, _steepest(TANH_GELU), outer=2.0 * q[1])
     return None
 
 

@@ -7,12 +7,16 @@ from typing import Any
 
 def operators() -> dict[str, Any]:
     """The operators of this package by node kind, for `custom_ops`."""
-    from . import attention, input
+    from . import activation, attention, input
 
     return {
         "attn_bounds::AttentionScores": attention.BoundAttentionScores,
         "attn_bounds::L2Scores": attention.BoundL2Scores,
         "attn_bounds::AttentionWeights": attention.BoundAttentionWeights,
         "attn_bounds::AttentionAverage": attention.BoundAttentionAverage,
+        "attn_bounds::Erf": activation.BoundErfFunction,
+        "attn_bounds::Gelu": activation.BoundGeluFunction,
+        "attn_bounds::Silu": activation.BoundSilu,
+        "attn_bounds::QuickGelu": activation.BoundQuickGelu,
         input.KIND: input.BoundInputBox,
     }
