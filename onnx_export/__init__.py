@@ -1,5 +1,6 @@
 """ONNX in and out: load transformers as torch modules whose attention is recognised."""
 
+from .attention import Attention
 from .export import Exported, export
 from .load import ModelInfo, OnnxModule, Oracle, inspect, load
 from .ops import (
@@ -10,7 +11,6 @@ from .ops import (
     l2_attention,
     l2_scores,
 )
-from .simplify import Attention
 
 __all__ = [
     "Attention",

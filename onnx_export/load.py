@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from attn_bounds.errors import InputError, UnsupportedModelError
 
 from . import simplify
+from .attention import Attention, fuse_attention
+from .batch import batch_first
+from .graph import constant, opset
 from .importers import IMPORTERS, Context, Function, Unsupported, fold_node
-from .simplify import Attention
 
 AGREEMENT = 1e-5  # largest difference from onnxruntime, relative to the size of the output
 
@@ -51,6 +53,7 @@ class ModelInfo:
     attention: list[Attention]
     unsupported: list[UnsupportedNode]
     sha256: str
+    notes: list[str] = field(default_factory=list)  # what was not recognised, and why
     head: str = ""  # final Softmax, ArgMax, … that was taken off: the module returns the logits before it
 
 
@@ -174,7 +177,7 @@ def _build(model: ir.Model, module: OnnxModule, dtype: torch.dtype, version: int
     def lookup(value: ir.Value) -> Tensor | None:
         if value.name in constants:
             return constants[str(value.name)]
-        array = simplify.constant(value)
+        array = constant(value)
         if array is None:
             return None
         tensor = torch.from_numpy(np.array(array))
@@ -229,7 +232,7 @@ def _static(value: ir.Value) -> tuple[int, ...]:
 
 def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool) -> tuple[OnnxModule, bool]:
     model = simplify.read(path)
-    version = simplify.opset(model)
+    version = opset(model)
     in_dims = {str(v.name): _named_dims(v) for v in simplify.data_inputs(model)}
     out_dims = {str(v.name): _named_dims(v) for v in model.graph.outputs}
     dynamic = simplify.fix_input_shapes(model, path)
@@ -240,7 +243,8 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool)
         )
     simplify.fold(model)
     head = simplify.strip_head(model) if logits else ""
-    units = simplify.fuse_attention(model) if attention == "operators" else []
+    units, notes = fuse_attention(model) if attention == "operators" else ([], [])
+    batch_first(model)
     info = ModelInfo(
         path=str(path),
         opset=version,
@@ -250,6 +254,7 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool)
         unsupported=[],
         sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
         head=head,
+        notes=notes,
     )
     module = OnnxModule(info)
     info.unsupported.extend(_build(model, module, dtype, version))

@@ -316,7 +316,7 @@ def test_module_is_recognised_in_onnx(tmp_path: Path, dynamo: bool, opset: int, 
     path = export(model, tmp_path / "m.onnx", dynamo, opset)
     module = loads(path, model)
     (unit,) = module.info.attention
-    assert unit.distance and (unit.heads, unit.queries, unit.keys, unit.head_dim) == (2, 4, 4, 4)
+    assert unit.kind == "distance" and (unit.heads, unit.queries, unit.keys, unit.head_dim) == (2, 4, 4, 4)
     assert unit.scale == pytest.approx(0.5) and not unit.masked
     (step,) = [s for s in module.steps if s.op == "L2Scores"]
     assert step.inputs[0] == step.inputs[1]  # one tensor: distances of tokens from themselves are known
@@ -336,7 +336,7 @@ def test_other_dresses(tmp_path: Path, dress: str, scale: float | None) -> None:
         assert found == []
         return
     (unit,) = loads(path, model).info.attention
-    assert unit.distance and unit.scale == pytest.approx(scale)
+    assert unit.kind == "distance" and unit.scale == pytest.approx(scale)
 
 
 def test_transformer_is_certified(tmp_path: Path) -> None:
