@@ -13,6 +13,7 @@ from .errors import AttnBoundsError, InputError, UnsupportedModelError
 if TYPE_CHECKING:
     from .api import certified_radius, certify, invariances
     from .attack import attack_radius, pgd
+    from .loading import load
     from .module import BoundedModule
     from .properties import InputSet, Property, Specification
     from .results import Certificate, Radius
@@ -34,6 +35,7 @@ _LAZY = {
     "certified_radius": "api",
     "certify": "api",
     "invariances": "api",
+    "load": "loading",
     "pgd": "attack",
     "read_vnnlib": "vnnlib",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "certified_radius",
     "certify",
     "invariances",
+    "load",
     "pgd",
     "read_vnnlib",
 ]

@@ -7,8 +7,9 @@ file itself: onnxruntime's own output must violate strictly.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InputError
+from .loading import example_for, exported
 from .results import Certificate, Radius
 from .verifier import Verifier, check_method
 
@@ -45,15 +47,17 @@ def certify(
     """Certify that the class of x cannot change within an lp ball.
 
     Arguments:
-        model: ONNX file, torch module, or a `Verifier` (then dtype, device, mean and std are its own).
+        model: ONNX file, torch module, or a `Verifier` (then dtype, device, mean and std are its own). A
+            torch module is exported and loaded for each call: for many calls `Verifier(load(module, x))`
+            does that once.
         x: (*input) or (1, *input) with an integer label, or (batch, *input) with a sequence of labels.
         label: class of x; for a model with one output 0 or 1.
         norm: 1, 2 or inf. eps: radius in the units of x, or in pixel units where mean/std are given.
         method: one of `METHODS`.
         targets: certify against these classes only. top_k: the label stays among the k largest.
         clip: (lowest, highest) valid value of an input entry; the ball is intersected with it.
-        timeout: seconds per input; memory: bytes or "4GB" per input. Kept in a child process, hence only
-            for a model given as a path.
+        timeout: seconds per input; memory: bytes or "4GB" per input. Kept in a child process, hence not for
+            a `Verifier`.
 
     Returns:
         `Certificate`, or a list of them for a batch.
@@ -75,44 +79,56 @@ def certify(
         "steps": steps,
         "seed": seed,
     }
+    ball: dict[str, Any] = {"norm": norm, "eps": eps, "targets": targets, "top_k": top_k, "clip": clip}
+    options: dict[str, Any] = {"dtype": dtype, "device": str(device), "mean": mean, "std": std}
     if timeout is not None or memory is not None:
         from .limits import LimitedVerifier
 
-        if not isinstance(model, (str, Path)):
-            raise InputError(
-                "time and memory limits need a model given as a path: they run it in a child process"
-            )
-        with LimitedVerifier(
-            model, timeout=timeout, memory=memory, dtype=dtype, device=str(device), mean=mean, std=std
-        ) as limited:
-            results = [
-                limited.certify_input(
-                    s, y, norm=norm, eps=eps, targets=targets, top_k=top_k, clip=clip, **job
+        with _file(model, samples[0]) as path:
+            if not isinstance(path, (str, Path)):
+                raise InputError(
+                    "time and memory limits need the model as a path or torch module, not loaded already: "
+                    "they run it in a child process"
                 )
-                for s, y in zip(samples, labels, strict=True)
-            ]
+            with LimitedVerifier(path, timeout=timeout, memory=memory, **options) as limited:
+                results = [
+                    limited.certify_input(s, y, **ball, **job) for s, y in zip(samples, labels, strict=True)
+                ]
         return results[0] if single else results
-    verifier = (
-        model if isinstance(model, Verifier) else _verifier(model, samples[0], dtype, device, mean, std)
-    )
-    results = verifier.certify_inputs(
-        samples, labels, norm=norm, eps=eps, targets=targets, top_k=top_k, clip=clip, **job
-    )
+    with _verifier(model, samples[0], **options) as verifier:
+        results = verifier.certify_inputs(samples, labels, **ball, **job)
     return results[0] if single else results
 
 
-def _verifier(
-    model: str | Path | nn.Module,
-    x: Tensor,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-) -> Verifier:
-    shape = tuple(x.shape) if isinstance(model, nn.Module) else None
-    if shape is not None and shape[0] == 1 and len(shape) > 1:
-        shape = shape[1:]
-    return Verifier(model, input_shape=shape, dtype=dtype, device=device, mean=mean, std=std)
+def _sample_shape(x: Tensor) -> tuple[int, ...]:
+    shape = tuple(x.shape)
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+
+@contextlib.contextmanager
+def _file(model: str | Path | nn.Module | Verifier, x: Tensor) -> Iterator[str | Path | nn.Module | Verifier]:
+    """A torch module as an ONNX file, which is there for a while; what is loaded or a file as it is."""
+    from onnx_export import OnnxModule
+
+    if not isinstance(model, nn.Module) or isinstance(model, OnnxModule):
+        yield model
+        return
+    with exported(model, example_for(model, x.reshape(_sample_shape(x)))) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _verifier(model: str | Path | nn.Module | Verifier, x: Tensor, **options: Any) -> Iterator[Verifier]:
+    """A verifier, or a new one for the model, with an input of which x is one."""
+    with _file(model, x) as source:
+        if isinstance(source, Verifier):
+            yield source
+            return
+        shape = _sample_shape(x) if isinstance(source, nn.Module) else None
+        verifier = Verifier(source, input_shape=shape, **options)
+        if source is not model:
+            verifier.model_sha256 = ""  # of a file that nobody has
+        yield verifier
 
 
 def invariances(model: str | Path | nn.Module | Verifier, input_shape: Sequence[int] | None = None) -> Tensor:
@@ -129,8 +145,10 @@ def invariances(model: str | Path | nn.Module | Verifier, input_shape: Sequence[
     Raises:
         InputError: the model cannot be loaded, or its input does not go into a single linear layer.
     """
-    verifier = model if isinstance(model, Verifier) else Verifier(model, input_shape=input_shape)
-    return verifier.graph(stock=False).domain().invariances()
+    if isinstance(model, nn.Module) and input_shape is None:
+        raise InputError("a torch module needs input_shape, the shape of one input without the batch")
+    with _verifier(model, torch.zeros((1, *(input_shape or ())))) as verifier:
+        return verifier.graph(stock=False).domain().invariances()
 
 
 def certified_radius(
@@ -151,6 +169,6 @@ def certified_radius(
     """Largest radius around x that `method` certifies; arguments as in `certify` and
     `Verifier.certified_radius`."""
     check_method(method)
-    verifier = model if isinstance(model, Verifier) else _verifier(model, x, dtype, device, mean, std)
-    spec = verifier.specification(int(label), targets, top_k)
-    return verifier.certified_radius(x, spec, norm=norm, method=method, **kwargs)
+    with _verifier(model, torch.as_tensor(x), dtype=dtype, device=device, mean=mean, std=std) as verifier:
+        spec = verifier.specification(int(label), targets, top_k)
+        return verifier.certified_radius(x, spec, norm=norm, method=method, **kwargs)

@@ -48,9 +48,9 @@ class Verifier:
     """One model, ready to certify many inputs: modules and auto_LiRPA graphs are built once per method.
 
     Arguments:
-        model: path of an ONNX file, or a torch module (batch, *input) → (batch, classes) whose attention is
-            written with `onnx_export.attention`.
-        input_shape: of one sample; needed for a torch module.
+        model: path of an ONNX file, or a torch module (batch, *input) → (batch, classes): what `load`
+            returns, or one whose attention is written with `onnx_export.attention`.
+        input_shape: of one sample; needed for a torch module that `load` did not make.
         dtype: torch.float32 or torch.float64, for bounds and attack.
         device: where bounds are computed.
         mean, std: per channel; input sets are then in pixel units, and `x` still in the model's units.
@@ -89,10 +89,11 @@ class Verifier:
         self.head = self.model_sha256 = ""
         self.path: Path | None = None
         if isinstance(model, nn.Module):
-            if input_shape is None:
+            shape: Any = getattr(model, "input_shape", None) if input_shape is None else input_shape
+            if shape is None:
                 raise InputError("a torch module needs input_shape, the shape of one input without the batch")
             self._module: nn.Module = model
-            self.input_shape = tuple(input_shape)
+            self.input_shape = tuple(shape)
         else:
             import onnx_export
 

@@ -436,8 +436,7 @@ def test_bad_arguments(vit: Verifier) -> None:
     ):
         with pytest.raises(InputError, match=words):
             certify(vit, sample, label, **options)
-    module = nn.Linear(3, 2)
     with pytest.raises(InputError, match="path"):
-        certify(module, torch.zeros(3), 0, eps=0.1, timeout=1.0)
+        certify(vit, x[0], y[0], timeout=1.0, **good)
     with pytest.raises(InputError, match="input_shape"):
-        Verifier(module)
+        Verifier(nn.Linear(3, 2))

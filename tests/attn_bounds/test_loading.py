@@ -1,0 +1,97 @@
+"""Torch modules where a path may stand: exported on the way, and left as they were."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attn_bounds
+from attn_bounds import (
+    InputError,
+    InputSet,
+    UnsupportedModelError,
+    Verifier,
+    certified_radius,
+    certify,
+    load,
+    pgd,
+)
+
+X = torch.randn((1, 4, 6), generator=torch.Generator().manual_seed(3))
+
+
+class Attention(nn.Module):
+    """Self-attention in torch's own function, which auto_LiRPA cannot trace, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.drop, self.head = nn.Linear(6, 18), nn.Dropout(0.5), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.reshape(-1, 4, 2, 3).transpose(1, 2) for t in self.qkv(x).split(6, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, 4, 6)
+        return self.head(torch.relu(self.drop(x + y)).mean(1))
+
+
+def left_over() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("attn-bounds-*"))
+
+
+def test_load_a_module() -> None:
+    before, model = left_over(), Attention()
+    loaded = load(model, X)
+    assert model.training and model.drop.training and left_over() == before
+    x = torch.cat([X, 2 * X, -X])
+    with torch.no_grad():
+        assert torch.allclose(loaded(x), model.eval()(x), atol=1e-5)
+    assert loaded.info.path == "Attention" and len(loaded.info.attention) == 1
+    assert loaded.input_shape == (4, 6) and loaded.output_shape == (3,)
+    assert load(model.double(), X.double(), dtype=torch.float64)(X.double()).dtype == torch.float64
+    assert Verifier(loaded).input_shape == (4, 6)
+
+
+def test_load_a_path(digits: Path) -> None:
+    assert load(str(digits)).info == attn_bounds.load(digits).info
+    with pytest.raises(InputError, match="says itself"):
+        load(digits, X)
+    with pytest.raises(InputError, match="already loaded"):
+        load(load(digits), X)
+
+
+def test_errors_name_the_class() -> None:
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x)
+
+    before = left_over()
+    with pytest.raises(InputError, match="Attention: a torch module needs an example"):
+        load(Attention())
+    with pytest.raises(UnsupportedModelError, match=r"^Sine: 1 unsupported nodes: Sin at"):
+        load(Sine(), X)
+    with pytest.raises(InputError, match=r"^Attention fails on an input of shape \(1, 5\)"):
+        load(Attention(), torch.zeros(1, 5))
+    assert left_over() == before
+
+
+def test_certify_a_module() -> None:
+    """Ours, auto_LiRPA's own, and in a child process; bounds below what the attack finds."""
+    before, model = left_over(), Attention()
+    label = int(model.eval()(X).argmax())
+    margins = {
+        method: certify(model, X, label, eps=0.1, method=method, attack=False).margin  # type: ignore[union-attr]
+        for method in ("crown", "stock-crown")
+    }
+    limited = certify(model, X[0], label, eps=0.1, method="crown", attack=False, timeout=100.0)
+    found = pgd(model, InputSet.ball(X, float("inf"), 0.1), Verifier(load(model, X)).specification(label))
+    assert margins["stock-crown"] < margins["crown"] <= found.margin  # type: ignore[operator]
+    assert limited.margin == pytest.approx(margins["crown"], rel=1e-5)  # type: ignore[union-attr]
+    falsified = certify(model, X, label, eps=10.0, method="ibp")
+    assert falsified.status == "falsified" and falsified.model_sha256 == ""  # type: ignore[union-attr]
+    assert certified_radius(model, X, label, method="ibp").radius > 0.0
+    assert left_over() == before
