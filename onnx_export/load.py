@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,10 @@ from attn_bounds.errors import InputError, UnsupportedModelError
 
 from . import simplify
 from .attention import Attention, fuse_attention
-from .batch import batch_first
-from .graph import constant, opset
-from .importers import IMPORTERS, Context, Function, Unsupported, fold_node
+from .build import Builder, Step, UnsupportedNode, held
+from .graph import opset
 
 AGREEMENT = 1e-5  # largest difference from onnxruntime, relative to the size of the output
-
-
-@dataclass(frozen=True)
-class Step:
-    """One node of a loaded graph: reads values by name, writes one."""
-
-    name: str
-    op: str
-    inputs: tuple[str, ...]
-    output: str
-    run: Function
-
-
-@dataclass(frozen=True)
-class UnsupportedNode:
-    op: str
-    node: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -164,72 +144,6 @@ def _named_dims(value: ir.Value) -> list[int | str]:
     return [d if isinstance(d, int) else "batch" for d in value.shape] if value.shape is not None else []
 
 
-def _build(model: ir.Model, module: OnnxModule, dtype: torch.dtype, version: int) -> list[UnsupportedNode]:
-    """Fill `module.steps`; returns the nodes that could not be imported (all of them)."""
-    constants: dict[str, Tensor] = {}
-    failed: list[UnsupportedNode] = []
-
-    def parameter(c: Tensor) -> Callable[[], Tensor]:
-        name = f"constant_{len(list(module.buffers()))}"
-        module.register_buffer(name, c.detach().clone().to(dtype))
-        return lambda: getattr(module, name)
-
-    def lookup(value: ir.Value) -> Tensor | None:
-        if value.name in constants:
-            return constants[str(value.name)]
-        array = constant(value)
-        if array is None:
-            return None
-        tensor = torch.from_numpy(np.array(array))
-        tensor = tensor.to(torch.float64) if tensor.is_floating_point() else tensor
-        return constants.setdefault(str(value.name), tensor)
-
-    for node in model.graph:
-        inputs = list(node.inputs)
-        consts = [lookup(v) if v is not None else None for v in inputs]
-        label = node.name or str(node.outputs[0].name)
-        try:
-            if all(c is not None for c, v in zip(consts, inputs, strict=True) if v is not None):
-                constants[str(node.outputs[0].name)] = fold_node(node, consts)
-                continue
-            importer = IMPORTERS.get((node.domain, node.op_type))
-            if importer is None:
-                raise Unsupported("operator not supported")
-            context = Context(
-                node=node,
-                opset=version,
-                constants=consts,
-                present=[v is not None for v in inputs],
-                shapes=[_static_input(v, c) for v, c in zip(inputs, consts, strict=True)],
-                out_shapes=[_static(o) for o in node.outputs if o is node.outputs[0] or o.shape is not None],
-                parameter=parameter,
-            )
-            runs = importer(context)
-            runs = runs if isinstance(runs, list) else [runs]
-            if any(o.uses() or o.is_graph_output() for o in node.outputs[len(runs) :]):
-                raise Unsupported("its second output is used")
-        except Unsupported as e:
-            domain = f"{node.domain}::" if node.domain else ""
-            failed.append(UnsupportedNode(op=f"{domain}{node.op_type}", node=label, why=str(e)))
-            continue
-        data = tuple(str(v.name) for v, c in zip(inputs, consts, strict=True) if v is not None and c is None)
-        for out, run in zip(node.outputs, runs, strict=False):
-            module.steps.append(Step(label, node.op_type, data, str(out.name), run))
-    return failed
-
-
-def _static_input(value: ir.Value | None, constant: Tensor | None) -> tuple[int, ...]:
-    if constant is not None:
-        return tuple(constant.shape)
-    return () if value is None else _static(value)
-
-
-def _static(value: ir.Value) -> tuple[int, ...]:
-    if value.shape is None or not value.shape.is_static():
-        raise Unsupported(f"shape of {value.name} could not be inferred")
-    return tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
-
-
 def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool) -> tuple[OnnxModule, bool]:
     model = simplify.read(path)
     version = opset(model)
@@ -244,7 +158,6 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool)
     simplify.fold(model)
     head = simplify.strip_head(model) if logits else ""
     units, notes = fuse_attention(model) if attention == "operators" else ([], [])
-    batch_first(model)
     info = ModelInfo(
         path=str(path),
         opset=version,
@@ -257,12 +170,14 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool)
         notes=notes,
     )
     module = OnnxModule(info)
-    info.unsupported.extend(_build(model, module, dtype, version))
+    builder = Builder(module, dtype, version)
+    builder.add_all(model)
+    info.unsupported.extend(builder.failed)
     value_in, value_out = simplify.data_inputs(model)[0], model.graph.outputs[0]
     module.input_name, module.output_name = str(value_in.name), str(value_out.name)
-    module.input_shape = tuple(int(d) for d in value_in.shape or ())[1:]  # type: ignore[arg-type]
+    module.input_shape = held(tuple(int(d) for d in value_in.shape or ()))[1:]  # type: ignore[arg-type]
     if value_out.shape is not None and value_out.shape.is_static():
-        module.output_shape = tuple(int(d) for d in value_out.shape)[1:]  # type: ignore[arg-type]
+        module.output_shape = held(tuple(int(d) for d in value_out.shape))[1:]  # type: ignore[arg-type]
     if not info.unsupported and module.output_name not in {s.output for s in module.steps}:
         raise UnsupportedModelError(f"{path}: the output does not depend on the input")
     module.finish()

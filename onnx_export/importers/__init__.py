@@ -2,8 +2,8 @@
 
 An importer sees the node, its constant inputs (None where an input is data) and the shapes of one sample;
 it returns a torch function of the data inputs. What it emits is a small vocabulary (linear maps, `x * c`,
-`x + c`, reshapes that keep the batch, activations, the attention operators) that every version of
-auto_LiRPA bounds correctly. Constants are computed in float64 and rounded once.
+`x + c`, reshapes that keep the batch, activations, the operators of `ops` and `functions`) that every
+version of auto_LiRPA bounds correctly. Constants are computed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -12,45 +12,138 @@ from collections.abc import Callable
 
 import torch
 
-from .. import ops
-from . import activations, arithmetic, attention, linear, normalization, reductions, shapes
+from .. import functions, ops
+from . import (
+    activations,
+    arithmetic,
+    attention,
+    convolution,
+    linear,
+    normalization,
+    reductions,
+    shapes,
+)
 from .context import Context, Function, Unsupported
-from .folding import fold_node
+from .einsum import einsum
+from .folding import exact, fold_node
 
-__all__ = ["IMPORTERS", "Context", "Function", "Unsupported", "fold_node"]
+__all__ = ["IMPORTERS", "Context", "Function", "Unsupported", "exact", "fold_node"]
+
+Importer = Callable[[Context], Function | list[Function]]
+
+STANDARD: dict[str, Importer] = {
+    # arithmetic
+    "Add": arithmetic.add,
+    "Sub": arithmetic.sub,
+    "Mul": arithmetic.mul,
+    "Div": arithmetic.div,
+    "Neg": arithmetic.neg,
+    "Pow": arithmetic.power,
+    "Sum": arithmetic.total,
+    "Mean": arithmetic.total,
+    "Max": arithmetic.largest,
+    "Min": arithmetic.largest,
+    "Clip": arithmetic.clip,
+    "Where": arithmetic.where,
+    # functions of single entries
+    "Abs": activations.unary(torch.abs),
+    "Exp": activations.unary(torch.exp),
+    "Log": activations.unary(torch.log),
+    "Sqrt": activations.unary(torch.sqrt),
+    "Reciprocal": activations.unary(torch.reciprocal),
+    "Erf": activations.unary(functions.erf),
+    "Relu": activations.unary(torch.relu),
+    "Tanh": activations.unary(torch.tanh),
+    "Sigmoid": activations.unary(torch.sigmoid),
+    "LeakyRelu": activations.leaky_relu,
+    "PRelu": activations.prelu,
+    "Elu": activations.elu,
+    "Celu": activations.celu,
+    "Selu": activations.selu,
+    "Softplus": activations.softplus,
+    "Softsign": activations.softsign,
+    "HardSigmoid": activations.hard_sigmoid,
+    "HardSwish": activations.hard_swish,
+    "Gelu": activations.gelu,
+    "Swish": activations.swish,
+    "Softmax": activations.softmax,
+    "LogSoftmax": activations.log_softmax,
+    # linear layers and products
+    "MatMul": linear.matmul,
+    "Gemm": linear.gemm,
+    "Einsum": einsum,
+    "Conv": convolution.conv,
+    "AveragePool": convolution.average_pool,
+    "GlobalAveragePool": reductions.global_average_pool,
+    # normalisation
+    "BatchNormalization": normalization.batch_normalization,
+    "LayerNormalization": normalization.layer_normalization,
+    "RMSNormalization": normalization.rms_normalization,
+    "SimplifiedLayerNormalization": normalization.rms_normalization,
+    "InstanceNormalization": normalization.instance_normalization,
+    "GroupNormalization": normalization.group_normalization,
+    # reductions
+    "ReduceMean": reductions.reduce_mean,
+    "ReduceSum": reductions.reduce_mean,
+    "ReduceMax": reductions.reduce_max,
+    "ReduceMin": reductions.reduce_max,
+    "ReduceL1": reductions.reduce_l1,
+    "ReduceL2": reductions.reduce_l2,
+    "ReduceSumSquare": reductions.reduce_sum_square,
+    "ReduceLogSum": reductions.reduce_log_sum,
+    "ReduceLogSumExp": reductions.reduce_log_sum_exp,
+    # shapes
+    "Reshape": shapes.reshape,
+    "Flatten": shapes.reshape,
+    "Squeeze": shapes.reshape,
+    "Unsqueeze": shapes.reshape,
+    "Transpose": shapes.transpose,
+    "Expand": shapes.expand,
+    "Tile": shapes.tile,
+    "Concat": shapes.concat,
+    "Split": shapes.split,
+    "Slice": shapes.slice_,
+    "Gather": shapes.gather,
+    "GatherND": shapes.moved,
+    "GatherElements": shapes.moved,
+    "DepthToSpace": shapes.moved,
+    "SpaceToDepth": shapes.moved,
+    "Pad": shapes.pad,
+    "Trilu": shapes.trilu,
+    "CumSum": shapes.cum_sum,
+    "Identity": shapes.identity,
+    "Dropout": shapes.dropout,
+    "Cast": shapes.cast,
+}
+
+MICROSOFT: dict[str, Importer] = {
+    "LayerNormalization": normalization.layer_normalization,
+    "SimplifiedLayerNormalization": normalization.rms_normalization,
+    "SkipLayerNormalization": normalization.skip_normalization,
+    "SkipSimplifiedLayerNormalization": normalization.skip_normalization,
+    "Gelu": activations.gelu,
+    "BiasGelu": activations.biased_gelu,
+    "FastGelu": activations.biased_gelu,
+    "QuickGelu": activations.swish,
+    "FusedMatMul": linear.fused_matmul,
+}
+
+OWN: dict[str, Importer] = {
+    "AttentionScores": attention.attention_scores,
+    "L2Scores": attention.attention_scores,
+    "AttentionWeights": activations.unary(ops.attention_weights),
+    "AttentionAverage": activations.unary(ops.attention_average),
+    "LayerNorm": normalization.own_norm,
+    "RMSNorm": normalization.own_norm,
+    "Gelu": activations.gelu,
+    "Silu": activations.unary(functions.silu),
+    "QuickGelu": activations.unary(functions.quick_gelu),
+    "Erf": activations.unary(functions.erf),
+}
 
 # an importer returns one function, or a list with one per output
-IMPORTERS: dict[tuple[str, str], Callable[[Context], Function | list[Function]]] = {
-    ("", "Add"): arithmetic.binary,
-    ("", "Sub"): arithmetic.binary,
-    ("", "Mul"): arithmetic.binary,
-    ("", "Div"): arithmetic.binary,
-    ("", "Neg"): arithmetic.neg,
-    ("", "Relu"): activations.unary(torch.relu),
-    ("", "LeakyRelu"): activations.leaky_relu,
-    ("", "Tanh"): activations.unary(torch.tanh),
-    ("", "Sigmoid"): activations.unary(torch.sigmoid),
-    ("", "MatMul"): linear.matmul,
-    ("", "Gemm"): linear.gemm,
-    ("", "Conv"): linear.conv,
-    ("", "BatchNormalization"): normalization.batch_normalization,
-    ("", "Reshape"): shapes.reshape,
-    ("", "Flatten"): shapes.reshape,
-    ("", "Squeeze"): shapes.reshape,
-    ("", "Unsqueeze"): shapes.reshape,
-    ("", "Transpose"): shapes.transpose,
-    ("", "Concat"): shapes.concat,
-    ("", "Gather"): shapes.gather,
-    ("", "Slice"): shapes.slice_,
-    ("", "Split"): shapes.split,
-    ("", "ReduceMean"): reductions.reduce_mean,
-    ("", "ReduceSum"): reductions.reduce_mean,
-    ("", "Softmax"): activations.softmax,
-    ("", "Identity"): shapes.identity,
-    ("", "Dropout"): shapes.identity,
-    ("", "Cast"): shapes.cast,
-    (ops.DOMAIN, "AttentionScores"): attention.attention_scores,
-    (ops.DOMAIN, "L2Scores"): attention.attention_scores,
-    (ops.DOMAIN, "AttentionWeights"): activations.unary(ops.attention_weights),
-    (ops.DOMAIN, "AttentionAverage"): activations.unary(ops.attention_average),
+IMPORTERS: dict[tuple[str, str], Importer] = {
+    (domain, name): importer
+    for domain, table in (("", STANDARD), ("com.microsoft", MICROSOFT), (ops.DOMAIN, OWN))
+    for name, importer in table.items()
 }
