@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from .norms import round_up, safe_sqrt, spectral_norm_upper
+from .term_stack import TermStack
 
 CORE_SIZE = 1000  # up to this many rows a deflated block is
 SQUARED_COST = 1.2e10  # operations that squaring may take
 SEARCH_STEPS = 20
-MANY_TERMS = 200  # with more, eigenvectors of T × T matrices are what the search costs: few steps
-FEW_STEPS = 3
+LARGE, LARGE_STEPS = 256, 8  # products with larger matrices are what the search costs: fewer steps
+MANY_TERMS, FEW_STEPS = 200, 3  # with more terms eigenvectors of T × T matrices are
 
 
 def dense_size_for(terms: int) -> int:
@@ -43,7 +44,9 @@ def dense_size_for(terms: int) -> int:
     return min(4000, max(1024, 160 * terms))
 
 
-def kronecker_sum_norm_upper(p: Tensor, w: Tensor, dense_size: int | None = None) -> Tensor:
+def kronecker_sum_norm_upper(
+    p: Tensor, w: Tensor, dense_size: int | None = None, squared_cost: float = SQUARED_COST
+) -> Tensor:
     """`‖Σ_t P_t ⊗ W_tᵀ‖₂` from above. Differentiable in both arguments.
 
     Arguments:
@@ -51,6 +54,7 @@ def kronecker_sum_norm_upper(p: Tensor, w: Tensor, dense_size: int | None = None
         w: (T, d, d'), or with leading dimensions that broadcast against those of p.
         dense_size: exact (up to rounding and 1e-3) while n·d' and m·d are on average not above it. By default
             `dense_size_for` the number of terms.
+        squared_cost: operations that squaring (4) may take, where the matrix is not formed.
 
     Returns:
         (…) in the dtype of p; infinite where an entry is not finite.
@@ -81,7 +85,9 @@ def kronecker_sum_norm_upper(p: Tensor, w: Tensor, dense_size: int | None = None
         every = ws.expand(*lead, *ws.shape[-3:]).reshape(-1, terms, d_in, d_out) if ws.ndim > 3 else None
         clean = finite.expand(lead).reshape(-1).tolist()
         values = [
-            _large(flat[i], ws if every is None else every[i]) if clean[i] else flat.new_tensor(torch.inf)
+            _large(flat[i], ws if every is None else every[i], squared_cost)
+            if clean[i]
+            else flat.new_tensor(torch.inf)
             for i in range(len(flat))
         ]
         value = torch.stack(values).reshape(lead)
@@ -129,40 +135,49 @@ def _dense(p: Tensor, w: Tensor) -> Tensor:
     return matrix.flatten(-4, -3).flatten(-2)
 
 
-def _large(p: Tensor, w: Tensor) -> Tensor:
+def _large(p: Tensor, w: Tensor, squared_cost: float) -> Tensor:
     """One sample, float64, without the matrix: the smallest of the module's bounds."""
-    naive = naive_sum_upper(p, w)
-    best = torch.minimum(naive, stacked_upper(p, w))
     used = (torch.linalg.matrix_norm(w.detach()) > 0) & (torch.linalg.matrix_norm(p.detach()) > 0)
     if not bool(used.any()):
-        return best
+        return p.new_zeros(())
     p, w = p[used], w[used]
     if p.shape[-1] < p.shape[-2]:  # the shorter side is the one that is squared
         p, w = p.mT, w.mT
     terms, tokens, features = len(p), max(p.shape[-2:]), max(w.shape[-2:])
+    tall, wide = TermStack.of(p), TermStack.of(w)
+    naive = (tall.norm * wide.norm).sum()
+    balance = (wide.norm / tall.norm).detach().sqrt()
+    found = [naive, _mixed(tall, wide, torch.diag(balance))]
     # rounding of products of n × n and d × d matrices, and of mixing terms, relative to the terms themselves
     slack = 8.0 * (tokens**2 + features**2) * torch.finfo(p.dtype).eps
-    few = [k for k in (1, 2, 4, 8, 16) if k * features <= CORE_SIZE and k < min(p.shape[-2:])] or [0]
     # products of d × d matrices, and eigenvectors for T² terms to mix
-    if 2 * terms**2 * features**3 + 4 * terms**6 > SQUARED_COST:
-        plain = torch.stack([_deflated(p, w, k, False) for k in few]).amin()
-        return torch.minimum(best, plain + slack * naive)
+    if 2 * terms**2 * features**3 + 4 * terms**6 > squared_cost:
+        found.append(_factorised(tall, wide, False) + slack * naive)
+        if min(p.shape[-2:]) > 1:
+            found.append(_deflated(p, wide, 1, False) + slack * naive)
+        return torch.stack(found).amin()
+    few = [k for k in (1, 2, 4, 8, 16) if k * features <= CORE_SIZE and k < min(p.shape[-2:])] or [0]
     left = torch.einsum("hij,klj->hkil", p, p).flatten(0, 1)
     right = torch.einsum("kji,hjl->hkil", w, w).flatten(0, 1)  # M Mᵀ: F ↦ Σ_hk P_h P_kᵀ F W_kᵀ W_h
-    square = _deflated(left, right, few[-1], True)
-    return torch.minimum(best, safe_sqrt(square + slack * naive.square()))
+    square = _deflated(left, TermStack.of(right), few[-1], True)
+    return torch.stack([*found, safe_sqrt(square + slack * naive.square())]).amin()
 
 
-def _deflated(p: Tensor, w: Tensor, k: int, symmetric: bool) -> Tensor:
+def _deflated(p: Tensor, w: TermStack, k: int, symmetric: bool) -> Tensor:
     """Facts 1 to 3 with k token directions split off; 1 and 3 for a symmetric map."""
     if k == 0:
-        return _factorised(p, w, symmetric)
-    u, v = _token_bases(p.detach(), torch.linalg.matrix_norm(w.detach()))
+        return _factorised(TermStack.of(p), w, symmetric)
+    u, v = _token_bases(p.detach(), w.size[w.order.argsort()])
     z = u.mT @ p @ v
-    core = spectral_norm_upper(_dense(z[:, :k, :k], w))
-    row = _block_norm(z[:, :k, k:], w)
-    column = row if symmetric else _block_norm(z[:, k:, :k].mT, w.mT)
-    rest = _factorised(z[:, k:, k:], w, symmetric)
+    if k == 1:
+        core = w.mixture_norm(z[:, :1, 0].mT)
+        row = w.mT.mixture_norm(z[:, 0, 1:].mT)
+        column = row if symmetric else w.mixture_norm(z[:, 1:, 0].mT)
+    else:
+        core = spectral_norm_upper(_dense(z[:, :k, :k], w.dense()))
+        row = _block_norm(z[:, :k, k:], w.dense())
+        column = row if symmetric else _block_norm(z[:, k:, :k].mT, w.dense().mT)
+    rest = _factorised(TermStack.of(z[:, k:, k:]), w, symmetric)
     blocks = torch.stack([torch.stack([core, row]), torch.stack([column, rest])])
     # U and V are orthogonal up to rounding: ‖U⁻¹‖² ≤ 1 / (1 − ‖UᵀU − I‖)
     off = [torch.linalg.matrix_norm(q.mT @ q - torch.eye(len(q)).to(q)) for q in (u, v)]
@@ -191,24 +206,21 @@ def _block_norm(z: Tensor, w: Tensor) -> Tensor:
     return spectral_norm_upper(_dense(z, w))
 
 
-def _factorised(p: Tensor, w: Tensor, symmetric: bool) -> Tensor:
+def _factorised(p: TermStack, w: TermStack, symmetric: bool) -> Tensor:
     """Facts 1 and 2: the smaller of the two factorisation bounds, each with its best mixing."""
-    first = _mixed(p, w, _best_mixing(p.detach(), w.detach()))
+    first = _mixed(p, w, _best_mixing(p, w))
     if symmetric:
         return first
-    p, w = p.mT, w.mT
-    return torch.minimum(first, _mixed(p, w, _best_mixing(p.detach(), w.detach())))
+    return torch.minimum(first, _mixed(p.mT, w.mT, _best_mixing(p.mT, w.mT)))
 
 
-def _mixed(p: Tensor, w: Tensor, root: Tensor) -> Tensor:
+def _mixed(p: TermStack, w: TermStack, root: Tensor) -> Tensor:
     """`‖Σ P'P'ᵀ‖^½ ‖Σ W'W'ᵀ‖^½` for `P' = RᵀP, W' = R⁻¹W`, plus what R R⁻¹ − I leaves over."""
     inverse = torch.linalg.inv(root)
-    wide = torch.einsum("tj,tab->ajb", root, p).flatten(1)
-    other = torch.einsum("jt,tde->dje", inverse, w).flatten(1)
     eye = torch.eye(len(root)).to(root)
     left_over = (root @ inverse - eye).abs() + 4.0 * len(root) * 2.3e-16 * (root.abs() @ inverse.abs())
-    size_p, size_w = torch.linalg.matrix_norm(p), torch.linalg.matrix_norm(w)
-    return spectral_norm_upper(wide) * spectral_norm_upper(other) + size_p @ left_over @ size_w
+    size_p, size_w = p.size[p.order.argsort()], w.size[w.order.argsort()]
+    return p.mixture_norm(root.mT) * w.mixture_norm(inverse) + size_p @ left_over @ size_w
 
 
 def _roots(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,30 +231,32 @@ def _roots(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _best_mixing(p: Tensor, w: Tensor) -> Tensor:
+def _best_mixing(p: TermStack, w: TermStack) -> Tensor:
     """An R, (T, T), that makes `_mixed` small. Any would be valid, so the search is in single precision."""
     # balanced terms, so that no term is lost to rounding
-    size_p, size_w = (torch.linalg.matrix_norm(x).clamp(min=1e-300) for x in (p, w))
+    size_p, size_w = (x.size[x.order.argsort()].clamp(min=1e-300) for x in (p, w))
     balance = (size_w / size_p).sqrt()
-    p, w = p * balance[:, None, None], w / balance[:, None, None]
-    p, w = ((x / (torch.linalg.vector_norm(x) / x.shape[1] ** 0.5).clamp(min=1e-300)).float() for x in (p, w))
-    a, b = ((y @ y.mT).double() / x.shape[1] for x in (p, w) for y in (x.flatten(1),))
-    x = torch.sin(torch.arange(1, p.shape[1] + 1, dtype=p.dtype, device=p.device) ** 2 * 12.9898)
-    y = torch.sin(torch.arange(1, w.shape[1] + 1, dtype=p.dtype, device=p.device) ** 2 * 12.9898)
-    eye = torch.eye(len(p)).to(a)
+    p, w = p.scaled(balance), w.scaled(1.0 / balance)
+    ones = torch.ones_like(balance)
+    p, w = (x.scaled(ones * (x.rows**0.5 / x.size.norm().clamp(min=1e-300))) for x in (p, w))
+    a, b = p.inner / p.rows, w.inner / w.rows
+    p, w = p.single(), w.single()
+    x = torch.sin(torch.arange(1, p.rows + 1, dtype=torch.float32, device=a.device) ** 2 * 12.9898)
+    y = torch.sin(torch.arange(1, w.rows + 1, dtype=torch.float32, device=a.device) ** 2 * 12.9898)
+    eye = torch.eye(len(a)).to(a)
     best = float("inf")
     best_g = None
-    for step in range(SEARCH_STEPS if len(p) <= MANY_TERMS else FEW_STEPS):
+    steps = LARGE_STEPS if max(p.rows, w.rows) > LARGE else SEARCH_STEPS
+    for step in range(steps if len(a) <= MANY_TERMS else FEW_STEPS):
         a_room, b_room = a + 1e-9 * a.trace() * eye, b + 1e-9 * b.trace() * eye
         half, back = _roots(a_room)
         middle, middle_inverse = _roots(half @ b_room @ half)
         g, g_inverse = back @ middle @ back, half @ middle_inverse @ half
         for _ in range(3):  # power steps from where the last step ended
-            x = torch.einsum("tij,tj->i", p, g.float() @ torch.einsum("tij,i->tj", p, x))
-            y = torch.einsum("tij,tj->i", w, g_inverse.float() @ torch.einsum("tij,i->tj", w, y))
+            x = p.sum(g.float() @ p.at(x))
+            y = w.sum(g_inverse.float() @ w.at(y))
             x, y = x / x.norm().clamp(min=1e-30), y / y.norm().clamp(min=1e-30)
-        moved_p = torch.einsum("tij,i->tj", p, x).double()
-        moved_w = torch.einsum("tij,i->tj", w, y).double()
+        moved_p, moved_w = p.at(x).double(), w.at(y).double()
         a_new, b_new = moved_p @ moved_p.mT, moved_w @ moved_w.mT
         value = float((g * a_new).sum() * (g_inverse * b_new).sum())  # of the bound's square, from below
         if value < best and step > 1:

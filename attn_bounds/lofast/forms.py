@@ -24,6 +24,7 @@ from ..kronecker import kronecker_sum_norm_upper
 from ..norms import spectral_norm_upper
 
 SELECTION = 20_000_000  # entries of the largest matrix that is formed to select or repeat rows
+SQUARED_COST = 1e9  # operations; a norm of a whole layer should not cost much more than the layer itself
 GROW = 1.0 + 1e-11  # rounding of a few sums and products in float64
 
 
@@ -60,6 +61,10 @@ class Term(NamedTuple):
         left = self.h if h is None else h if self.h is None else h @ self.h
         right = self.w if w is None else w if self.w is None else self.w @ w
         return Term(left, right)
+
+    def times(self, factor: Tensor) -> Term:
+        """The term followed by a factor per feature, (d)."""
+        return Term(self.h, torch.diag(factor) if self.w is None else self.w * factor)
 
     def behind(self, g: Tensor | None) -> Term:
         """As a map of `E diag(g)`."""
@@ -132,19 +137,19 @@ class Form:
                     return self
                 if size**2 > SELECTION:
                     continue
+                if side == "w":
+                    return self.times(diagonal)
                 m = torch.diag(diagonal)
-                change = {"w": m} if side == "w" else {"h": m}
-                return self.with_terms(
-                    (a, merged(t.then(**change) for t in ts)) for a, ts in self.terms.items()
-                )
+                return self.with_terms((a, merged(t.then(h=m) for t in ts)) for a, ts in self.terms.items())
         return None
+
+    def times(self, factor: Tensor) -> Form:
+        """The matrix times a factor per feature, (d)."""
+        return self.with_terms((a, merged(t.times(factor) for t in ts)) for a, ts in self.terms.items())
 
     def negated(self) -> Form:
         """Minus the tensor."""
-        return self.with_terms(
-            (a, [t.then(w=-torch.eye(self.d, dtype=torch.float64)) for t in ts])
-            for a, ts in self.terms.items()
-        )
+        return self.times(-torch.ones(self.d, dtype=torch.float64))
 
     def norms(self) -> list[list[float]]:
         """Per anchor, and for each of its bounds, the norm of its map into the tensor, from above."""
@@ -270,7 +275,7 @@ def norm(terms: list[Term], n: int, d: int) -> float:
     assert all(t.w is not None for t in terms) or features == d
     p = torch.stack([eye_n if t.h is None else t.h for t in terms])
     w = torch.stack([eye_d if t.w is None else t.w for t in terms])
-    return float(kronecker_sum_norm_upper(p, w)) * GROW
+    return float(kronecker_sum_norm_upper(p, w, squared_cost=SQUARED_COST)) * GROW
 
 
 def _order(shape: tuple[int, ...] | torch.Size) -> Tensor:

@@ -32,7 +32,7 @@ from ..domain.nodes import AVERAGE, SCORES, is_unit, kind, value
 from ..errors import InputError, UnsupportedModelError
 from ..sensitivity.key import PAPER, AttentionLayer, Improvements, Moves, Parts, layer_bound, layer_parts
 from ..sensitivity.normalization import difference_norm, scale
-from .forms import GROW, Anchor, Form, Term, added, fresh, merged, product
+from .forms import GROW, Anchor, Form, Term, added, fresh, product
 from .linear import (
     LINEAR_NODES,
     broadcast,
@@ -244,9 +244,7 @@ class _Pass:
             radii = [float(g.amax()) * anchor.radius]
             for i, form in enumerate(forms):
                 if (x := form.matrix()) is not None:
-                    diagonal = torch.diag(g)
-                    terms = ((a, merged(t.then(w=diagonal) for t in ts)) for a, ts in x.terms.items())
-                    radii.append(self._radius(x.with_terms(terms), (node.name, i, k)))
+                    radii.append(self._radius(x.times(g), (node.name, i, k)))
             anchor.balls.append((g, min(radii)))
         return fresh(anchor, tuple(self._value(node).shape), axis)
 
@@ -387,8 +385,7 @@ class _Pass:
             largest = torch.maximum(low.abs(), high.abs())
             plain = min(plain, _scaled_radius(x, largest, reach))
             rest = _scaled_radius(x, torch.maximum(high - slope, slope - low).clamp(min=0.0), reach)
-            w = torch.diag(slope)
-            terms = {a: merged(t.then(w=w) for t in ts) for a, ts in x.terms.items()}
+            terms = dict(x.times(slope).terms)
             terms[Anchor(rest, None, f"{node.name}/{i}")] = [Term(None, None)]
             sloped.append(Form(terms, x.n, x.d, x.place))
         return [self._new(node, plain * GROW), *sloped]
@@ -535,6 +532,5 @@ def _repeats(source: Any, node: Any) -> float:
 
 def _scaled_radius(x: Form, factor: Tensor, reach: Tensor) -> float:
     """Bound of `‖factor ∘ move‖`: by the largest factor of each feature, or entry by entry."""
-    w = torch.diag(factor.amax(0))
-    by_norm = x.with_terms((a, [t.then(w=w) for t in ts]) for a, ts in x.terms.items()).radius()
+    by_norm = x.times(factor.amax(0)).radius()
     return min(by_norm, float((factor * reach).norm()) * GROW) if by_norm > 0.0 else 0.0

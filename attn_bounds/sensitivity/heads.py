@@ -45,7 +45,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..norms import gram_norm_upper, safe_sqrt, spectral_norm_upper
+from ..norms import gram_norm_upper, safe_sqrt, spectral_norm_upper, thin
 
 Moves = Literal["queries", "context", "both"]
 GROUP_WORK = 2e9  # multiplications that matrices per row may take, their eigenvalues counted thirty-fold
@@ -138,28 +138,30 @@ def _steepness(p: Tensor) -> Tensor:
 
 def stacked(h: Heads, eps: Tensor, weighted: bool) -> Tensor:
     """Bound of `‖R‖_F`; see the module's docstring. eps (…) → (…)."""
-    a, w, b = h.w_q @ h.w_k.mT, h.w_v @ h.w_o, h.q @ h.w_k.mT
-    shifted = h.c - h.c.mean(-2, keepdim=True)
-    centred_values = shifted.unsqueeze(-3) @ w
+    # A and W up to a change of basis of what heads do not share
+    a, w = h.w_q @ thin(h.w_k).mT, thin(h.w_v) @ h.w_o
+    shifted = (h.c - h.c.mean(-2, keepdim=True)).unsqueeze(-3)
     steep = _steepness(h.p)
-    own_move = spectral_norm_upper(shifted.unsqueeze(-3) @ a.mT) + spectral_norm_upper(b)
-    size = spectral_norm_upper(centred_values)
+    own_move = spectral_norm_upper(shifted @ h.w_k @ thin(h.w_q).mT) + spectral_norm_upper(
+        h.q @ thin(h.w_k).mT
+    )
+    size = spectral_norm_upper(shifted @ h.w_v @ thin(h.w_o.mT).mT)
     balanced = _balance(size.unsqueeze(-1), (steep.amax(-1) * own_move).unsqueeze(-1)).squeeze(-1)
     at_limit = _balance(size.unsqueeze(-1), torch.ones_like(size).unsqueeze(-1)).squeeze(-1)
     best = torch.full_like(eps, torch.inf)
     alone: list[Tensor] = []
     for t in (torch.ones_like(balanced), balanced, at_limit):
-        whole, rows = _stacked(h, eps, a, w, b, t)
+        whole, rows = _stacked(h, eps, a, w, t)
         best = torch.minimum(best, whole)
         alone.append(rows)
     if weighted and h.high is not None:
-        for whole, rows in _weighted(h, h.high, eps, a, w, b, balanced):
+        for whole, rows in _weighted(h, h.high, eps, a, w, balanced):
             best = torch.minimum(best, whole)
             alone.append(rows)
     return torch.minimum(best, _length(torch.stack(alone).amin(0)))
 
 
-def _stacked(h: Heads, eps: Tensor, a: Tensor, w: Tensor, b: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+def _stacked(h: Heads, eps: Tensor, a: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """For head weights t (…, H): the bound (…), and of each row alone (…, n)."""
     a_error, w_error, b_error = h.errors()
     moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
@@ -169,7 +171,7 @@ def _stacked(h: Heads, eps: Tensor, a: Tensor, w: Tensor, b: Tensor, t: Tensor) 
     for seen in h.members:
         c = h.c[..., seen, :]
         shifted = c - c.mean(-2, keepdim=True)
-        v = (shifted if h.centre_values else c).unsqueeze(-3) @ w
+        v = thin((shifted if h.centre_values else c).unsqueeze(-3) @ h.w_v) @ h.w_o
         values.append(_below(v / t[..., None, None]) + c_size * _length(w_error / t))
         keys.append(shifted if h.centre_keys else c)
     value = torch.stack(values, -1)[..., h.group] + (moved_values * growth).unsqueeze(-1)  # (…, n)
@@ -178,13 +180,14 @@ def _stacked(h: Heads, eps: Tensor, a: Tensor, w: Tensor, b: Tensor, t: Tensor) 
     for i, k in enumerate(keys):
         most = weight[..., h.group == i].amax(-1)  # (…, H)
         parts.append(
-            _beside(most[..., None, None] * (a @ k.unsqueeze(-3).mT)) + c_size * _length(most * a_error)
+            _beside(most[..., None, None] * (h.w_q @ thin(k.unsqueeze(-3) @ h.w_k).mT))
+            + c_size * _length(most * a_error)
         )
     most = weight.amax(-1)
     shared = score_move(
         eps,
         torch.stack(parts).amax(0),
-        _below(weight.unsqueeze(-1) * b) + _length(most * b_error),
+        _below(thin(weight.unsqueeze(-1) * h.q) @ h.w_k.mT) + _length(most * b_error),
         _beside(most[..., None, None] * a) + _length(most * a_error),
         h.moves,
         h.tied,
@@ -215,7 +218,7 @@ def _largest(x: Tensor, group: Tensor, count: int) -> Tensor:
 
 
 def _weighted(
-    h: Heads, high: Tensor, eps: Tensor, a: Tensor, w: Tensor, b: Tensor, balanced: Tensor
+    h: Heads, high: Tensor, eps: Tensor, a: Tensor, w: Tensor, balanced: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """For two choices of t, which may differ by row: the bound (…), and of each row alone (…, n)."""
     n, m = high.shape[-2:]
@@ -243,7 +246,8 @@ def _weighted(
     v_size = (v_size * (h.w_o @ h.w_o.mT).unsqueeze(-3)).sum((-2, -1))
     k_size = _gram((h.c - mean).unsqueeze(-3) @ h.w_k, at_x, True)
     k_size = (k_size * (h.w_q.mT @ h.w_q).unsqueeze(-3)).sum((-2, -1))
-    b_size = _steepness(h.p) * b.square().sum(-1)
+    own = _length(h.q @ thin(h.w_k).mT)  # of the rows of B_h
+    b_size = _steepness(h.p) * own.square()
     b_size = _largest(b_size.unsqueeze(-1), group, count).squeeze(-1)
     by_row = _balance(safe_sqrt(v_size), safe_sqrt(k_size) + safe_sqrt(b_size))
 
@@ -265,16 +269,15 @@ def _weighted(
         both = ratio * (_beside(balanced[..., None, None] * a) + _length(balanced * a_error)).unsqueeze(-1)
         weight = (t * value.unsqueeze(-2))[..., group]  # (…, H, n)
         row_root = safe_sqrt(h.slope)
-        context = _below((weight * row_root).unsqueeze(-1) * b)
+        context = _below(thin((weight * row_root).unsqueeze(-1) * h.q) @ h.w_k.mT)
         if columns is not None:
             context = torch.minimum(context, _by_column(h, columns, weight.square()))
         context = context + _length((weight * row_root).amax(-1) * b_error)
         whole = score_move(
             eps, (value * side).amax(-1), context, (value * both).amax(-1), h.moves, h.tied
         ).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        own = _length(b) + b_error.unsqueeze(-1)
-        own = _length((t[..., group] * row_root * own).mT)  # (…, n)
-        rows = score_move(eps.unsqueeze(-1), side[..., group], own, both[..., group], h.moves, h.tied)
+        context = _length((t[..., group] * row_root * (own + b_error.unsqueeze(-1))).mT)  # (…, n)
+        rows = score_move(eps.unsqueeze(-1), side[..., group], context, both[..., group], h.moves, h.tied)
         rows = (rows * value[..., group]).nan_to_num(nan=torch.inf, posinf=torch.inf)
         found.append((whole, rows))
     return found

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..kronecker import kronecker_sum_norm_upper
-from ..norms import round_up, safe_sqrt, spectral_norm_upper
+from ..norms import round_up, safe_sqrt, spectral_norm_upper, thin
 from .heads import Heads, Moves, score_move, stacked
 from .softmax import FULLY_MASKED, jacobian_norm_upper, probability_box
 
@@ -225,7 +225,7 @@ def _state(x: Tensor, layer: AttentionLayer, context: Tensor | None) -> _State:
         if mask.dtype != torch.bool:
             scores = scores + torch.where(allowed, mask.double(), 0.0)
     p = torch.softmax(torch.where(allowed, scores, -torch.inf), -1)
-    rounding = 16.0 * (y.shape[-1] + c.shape[-1] + q.shape[-1] + heads.w_v.shape[-1] + m) * EPS
+    rounding = 32.0 * (y.shape[-1] + c.shape[-1] + q.shape[-1] + heads.w_v.shape[-1] + m) * EPS
     return _State(y, c, heads, q, scores, allowed, p, tied, abs(layer.factor()), rounding)
 
 
@@ -405,9 +405,11 @@ def _second_part(s: _State, eps: Tensor, moves: Moves, use: Improvements, scale:
     n, m = s.scores.shape[-2:]
     score_size, value_size = s.heads.size()
     score_size = score_size * s.scale
-    a = scale * s.heads.w_q @ s.heads.w_k.mT  # (heads, d_q, d_c)
-    w = s.heads.w_v @ s.heads.w_o
-    b = s.q @ s.heads.w_k.mT  # (…, heads, n, d_c)
+    # A, W, B up to a change of basis on the side that only norms see: (heads, dk, d_c), (heads, d_c, dv),
+    # (…, heads, n, dk)
+    a = scale * thin(s.heads.w_q) @ s.heads.w_k.mT
+    w = s.heads.w_v @ thin(s.heads.w_o.mT).mT
+    b = s.q @ thin(s.heads.w_k).mT
     a_size = spectral_norm_upper(a) + s.rounding * score_size
     w_size = spectral_norm_upper(w) + s.rounding * value_size
     b_rounding = s.rounding * _length(s.q.detach().flatten(-2)) * _length(s.heads.w_k.detach().flatten(1))
