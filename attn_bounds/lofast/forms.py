@@ -295,12 +295,19 @@ def _select(x: Form, place: Tensor) -> Form | None:
         for index, size in ((rows, x.n), (columns, x.d))
     ):
         return None
-    h = None if _is_all(rows, x.n) else _selection(rows, x.n)
-    w = None if _is_all(columns, x.d) else _selection(columns, x.d).T
-    if h is None and w is None:
-        terms = x.terms
-    else:
-        terms = {a: merged(t.then(h, w) for t in ts) for a, ts in x.terms.items()}
+    terms = x.terms
+    if not _is_all(rows, x.n):
+        one = _picked(None, rows, x.n)  # the same for all, so that they can be merged
+        terms = {
+            a: [Term(one if t.h is None else _picked(t.h, rows, x.n), t.w) for t in ts]
+            for a, ts in terms.items()
+        }
+    if not _is_all(columns, x.d):
+        terms = {
+            a: [Term(t.h, _picked(None if t.w is None else t.w.mT, columns, x.d).mT) for t in ts]
+            for a, ts in terms.items()
+        }
+    terms = {a: merged(ts) for a, ts in terms.items()}
     return Form(terms, len(rows), len(columns), _order(place.shape))
 
 
@@ -308,9 +315,11 @@ def _is_all(index: Tensor, size: int) -> bool:
     return len(index) == size and torch.equal(index, torch.arange(size))
 
 
-def _selection(index: Tensor, size: int) -> Tensor:
-    """(r, size), zero where the index is −1."""
-    m = torch.zeros(len(index), size, dtype=torch.float64)
+def _picked(m: Tensor | None, index: Tensor, size: int) -> Tensor:
+    """Rows of m, or of the identity, in the order of the index; zero where that is −1."""
     known = index >= 0
-    m[known.nonzero().flatten(), index[known]] = 1.0
-    return m
+    if m is not None:
+        return torch.where(known[:, None], m[index.clamp(min=0)], 0.0)
+    picked = torch.zeros(len(index), size, dtype=torch.float64)
+    picked[known.nonzero().flatten(), index[known]] = 1.0
+    return picked
