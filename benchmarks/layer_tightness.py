@@ -30,7 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layers import Example, function, largest_moves, model_layers, per_head, random_l2_layer, random_layer
+from layers import (
+    Example,
+    causal_layer,
+    cross_layer,
+    function,
+    largest_moves,
+    model_layers,
+    per_head,
+    random_l2_layer,
+    random_layer,
+)
 from torch import Tensor
 
 from attn_bounds.kronecker import naive_sum_upper
@@ -77,17 +87,28 @@ def bounds(example: Example, radii: list[float]) -> dict[str, list[float]]:
         return {"Kim": [constant * e for e in radii]}
     eps = torch.tensor(radii, dtype=torch.float64)
     many = x.expand(len(radii), *x.shape)
+    if layer.mask is not None or example.queries is not None:  # beyond what the others are stated for
+        tokens = many if example.queries is None else many[:, : example.queries]
+        context = None if example.queries is None else many[:, example.queries :]
+        return {
+            name: layer_bound(tokens, eps, layer, context, use=use).tolist()
+            for name, use in (("ours", None), ("LoFAST", PAPER))
+        }
     return {name: f(many, eps, layer).tolist() for name, f in BOUNDS.items()}
 
 
 def measure(example: Example, radii: list[float], **ascent: int) -> list[Row]:
     """Bounds and ascent, one row a radius."""
     start = time.perf_counter()
-    found = largest_moves(function(example.layer), example.x, radii, **ascent)
+    found = largest_moves(function(example.layer, example.queries), example.x, radii, **ascent)
     every = bounds(example, radii)
     n, d = example.x.shape
     dot = example.layer if isinstance(example.layer, AttentionLayer) else None
-    fixed = None if dot is None else float(key_sensitivity(example.x, dot))
+    fixed = None
+    if dot is not None:
+        n_q = example.queries
+        context = None if n_q is None else example.x[n_q:]
+        fixed = float(key_sensitivity(example.x[:n_q], dot, context))
     rows: list[Row] = []
     for i, eps in enumerate(radii):
         row: Row = {
@@ -119,7 +140,8 @@ def examples(quick: bool, seed: int) -> list[Example]:
     if quick:
         return [random_layer(2, 4, 4, seed, skip=True)]
     found = [random_layer(heads, seed=seed) for heads in (1, 3, 8)]
-    found += [random_layer(3, seed=seed, skip=True), random_l2_layer(3, seed=seed)]
+    found += [random_layer(3, seed=seed, skip=True), causal_layer(3, seed), cross_layer(3, seed)]
+    found.append(random_l2_layer(3, seed=seed))
     return found + model_layers()
 
 
@@ -237,7 +259,7 @@ def table(rows: list[Row]) -> str:
         mine = [r for r in rows if r["layer"] == layer]
         for ratio in (SMALL, LARGE):
             r = min(mine, key=lambda r: abs(math.log(r["eps"] / r["input_norm"] / ratio)))
-            cells = [_short(r["bounds"][name] / r["ascent"]) for name in names]
+            cells = [_short(r["bounds"][n] / r["ascent"]) if n in r["bounds"] else "–" for n in names]
             lines.append(
                 f"| {layer} | {ratio:g} | {_short(r['ascent'] / r['eps'])} | " + " | ".join(cells) + " |"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from onnx_export.load import Step
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data" / "vnncomp_vit"
 PROPERTIES = {"pgd_2_3_16": "pgd_2_3_16_4021", "ibp_3_3_8": "ibp_3_3_8_9119"}  # whose centre is the image
+AFFINE = {"BatchNormalization", "Add", "Mul", "Sub", "Div", "MatMul", "Reshape", "Transpose", "Identity"}
 Function = Callable[[Tensor], Tensor]
 
 
@@ -33,33 +35,38 @@ class Example(NamedTuple):
         name: where it is from. group: "random" or "models".
         layer: weights, float64; or an L2 self-attention.
         x: (n, d), float64.
+        queries: None, or in cross-attention how many rows of x the queries are; the others are the context.
     """
 
     name: str
     group: str
     layer: AttentionLayer | L2SelfAttention
     x: Tensor
+    queries: int | None = None
 
 
-def function(layer: AttentionLayer | L2SelfAttention) -> Function:
-    """What the layer computes, on self-attention: (…, n, d) → (…, n, d_out)."""
+def function(layer: AttentionLayer | L2SelfAttention, queries: int | None = None) -> Function:
+    """What the layer computes: (…, n, d) → (…, n, d_out), or → (…, queries, d_out); see `Example`."""
     if isinstance(layer, L2SelfAttention):
         l2: L2SelfAttention = layer
         return lambda x: l2(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
     dot: AttentionLayer = layer
-    if dot.mask is not None or dot.groups != dot.heads or isinstance(dot.skip, Tensor):
-        raise ValueError("only layers without a mask, with a key head per head and a plain skip connection")
+    if dot.groups != dot.heads or isinstance(dot.skip, Tensor):
+        raise ValueError("only layers with a key head per head and a plain skip connection")
+    hidden = None if dot.mask is None else ~dot.mask
 
     def heads(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         y = x @ w if b is None else x @ w + b
         return y.unflatten(-1, (dot.heads, -1)).transpose(-3, -2)
 
     def run(x: Tensor) -> Tensor:
-        q, k, v = heads(x, dot.w_q, dot.b_q), heads(x, dot.w_k, dot.b_k), heads(x, dot.w_v, dot.b_v)
-        p = torch.softmax(dot.factor() * q @ k.mT, -1)
+        y, c = (x, x) if queries is None else (x[..., :queries, :], x[..., queries:, :])
+        q, k, v = heads(y, dot.w_q, dot.b_q), heads(c, dot.w_k, dot.b_k), heads(c, dot.w_v, dot.b_v)
+        scores = dot.factor() * q @ k.mT
+        p = torch.softmax(scores if hidden is None else scores.masked_fill(hidden, -torch.inf), -1)
         out = (p @ v).transpose(-3, -2).flatten(-2) @ dot.w_o
         out = out if dot.b_o is None else out + dot.b_o
-        return out + x if dot.skip else out
+        return out + y if dot.skip else out
 
     return run
 
@@ -94,6 +101,20 @@ def random_layer(heads: int, n: int = 16, d: int = 24, seed: int = 0, skip: bool
     return Example(name, "random", layer, x)
 
 
+def causal_layer(heads: int, seed: int = 0) -> Example:
+    """`random_layer` with a skip connection, each token seeing those up to itself."""
+    example = random_layer(heads, seed=seed, skip=True)
+    assert isinstance(example.layer, AttentionLayer)
+    mask = torch.ones(len(example.x), len(example.x), dtype=torch.bool).tril()
+    return example._replace(name=f"{example.name}, causal mask", layer=replace(example.layer, mask=mask))
+
+
+def cross_layer(heads: int, seed: int = 0) -> Example:
+    """`random_layer` with a skip connection, six tokens asking the ten others; both move."""
+    example = random_layer(heads, seed=seed, skip=True)
+    return example._replace(name=f"{example.name}, cross-attention", queries=6)
+
+
 def random_l2_layer(heads: int, n: int = 16, d: int = 24, seed: int = 0) -> Example:
     """L2 self-attention with weights and tokens as in `random_layer`."""
     g = torch.Generator().manual_seed(seed)
@@ -106,10 +127,11 @@ def random_l2_layer(heads: int, n: int = 16, d: int = 24, seed: int = 0) -> Exam
 
 
 def from_onnx(path: Path, image: Tensor, name: str) -> list[Example]:
-    """The attention layers of a model, without their residual sums, at what an image makes of their input X.
+    """The attention layers of a model at what an image makes of their input X.
 
-    X is the last value that queries, keys and values all come from, as a rule the normalised tokens. From
-    there they must be affine and act on tokens one by one: the matrices are read off by evaluation, and the
+    X is the last value that queries, keys and values all come from, as a rule the normalised tokens. And,
+    where the normalisation is affine (BatchNorm), the same with its residual sum: X is what that adds to.
+    From X they must be affine and act on tokens one by one: the matrices are read off by evaluation, and the
     layer is compared with the model to 1e-9.
 
     Arguments:
@@ -121,14 +143,17 @@ def from_onnx(path: Path, image: Tensor, name: str) -> list[Example]:
     scales = [unit.scale for unit in module.info.attention]
     found = []
     for i, (average, scale) in enumerate(zip(averages, scales, strict=True)):
-        layer, x = _attention(module, values, average, scale)
-        found.append(Example(f"{name}, layer {i + 1}", "models", layer, x))
+        for skip in (False, True):
+            if (cut := _attention(module, values, average, scale, skip)) is not None:
+                title = f"{name}, layer {i + 1}{' with its sum' if skip else ''}"
+                found.append(Example(title, "models", *cut))
     return found
 
 
 def _attention(
-    module: OnnxModule, values: dict[str, Tensor], average: Step, scale: float
-) -> tuple[AttentionLayer, Tensor]:
+    module: OnnxModule, values: dict[str, Tensor], average: Step, scale: float, skip: bool
+) -> tuple[AttentionLayer, Tensor] | None:
+    """The layer and its input; None where it has no residual sum that is one of its X."""
     made_by = {step.output: step for step in module.steps}
 
     def chain(name: str) -> list[str]:
@@ -155,20 +180,25 @@ def _attention(
     if len(scores.inputs) != 2:
         raise ValueError(f"{scores.name}: a mask is not expected")
     ends = (*scores.inputs, average.inputs[2])
-    source = next(name for name in chain(ends[0]) if all(name in chain(end) for end in ends[1:]))
+    out = average.output
+    while len((after := next(s for s in module.steps if out in s.inputs)).inputs) == 1:
+        out = after.output  # up to the residual sum
+    common = [name for name in chain(ends[0]) if all(name in chain(end) for end in ends[1:])]
+    source = common[0]
+    if skip:
+        source = next((name for name in after.inputs if name in common), "")
+        between = chain(common[0])
+        if not source or any(made_by[name].op not in AFFINE for name in between[: between.index(source)]):
+            return None
     x = values[source]
     tokens = torch.eye(x.shape[-1], dtype=x.dtype)[:, None, None].expand(-1, *x.shape)
     (w_q, b_q), (w_k, b_k), (w_v, b_v) = (affine(source, end, tokens) for end in ends)
 
-    out = average.output
-    while (
-        len((after := next(s for s in module.steps if out in s.inputs)).inputs) == 1
-    ):  # up to the residual sum
-        out = after.output
     _, heads, n, dv = values[average.output].shape
     mixed = torch.eye(heads * dv, dtype=x.dtype).reshape(-1, 1, heads, 1, dv).expand(-1, -1, -1, n, -1)
     w_o, b_o = affine(average.output, out, mixed)
-    layer = AttentionLayer(w_q, w_k, w_v, w_o, heads, None, b_q, b_k, b_v, b_o, scale)
+    layer = AttentionLayer(w_q, w_k, w_v, w_o, heads, None, b_q, b_k, b_v, b_o, scale, skip=skip)
+    out = after.output if skip else out
     error = float((function(layer)(x[0]) - values[out][0]).abs().max())
     if not error < 1e-9:
         raise ValueError(f"{module.info.path}: the layer is not the model's, they differ by {error:.2e}")

@@ -60,13 +60,21 @@ def test_kim_holds_on_its_layer(tightness: ModuleType) -> None:
     assert not tightness.violations(rows) and set(rows[0]["bounds"]) == {"Kim"}
 
 
+@pytest.mark.parametrize("kind", ["causal_layer", "cross_layer"])
+def test_masks_and_cross_attention(tightness: ModuleType, kind: str) -> None:
+    rows = tightness.measure(getattr(tightness, kind)(2), [0.1, 1.0], starts=4, steps=20)
+    assert not tightness.violations(rows) and set(rows[0]["bounds"]) == {"ours", "LoFAST"}
+    assert all(bound < 50.0 * row["ascent"] for row in rows for bound in row["bounds"].values())
+
+
 def test_layers_of_the_bundled_model(tightness: ModuleType) -> None:
     """`from_onnx` compares each layer with the model itself."""
     from layers import from_onnx  # type: ignore[import-not-found]
 
     image = torch.rand((1, 1, 8, 8), generator=torch.Generator().manual_seed(0))
     found = from_onnx(ROOT / "examples" / "digits_vit.onnx", image, "digits")
-    assert [e.name for e in found] == ["digits, layer 1", "digits, layer 2"]
+    names = ["digits, layer 1", "digits, layer 2"]
+    assert [e.name for e in found] == [n + end for n in names for end in ("", " with its sum")]
     assert all(e.layer.heads == 2 and e.layer.b_q is not None and e.x.shape == (5, 32) for e in found)
 
 
