@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .graph import constant
 from .importers import IMPORTERS, Context, Function, Unsupported, exact, fold_node
+from .lowering import REFUSED
 
 if TYPE_CHECKING:
     from .load import OnnxModule
@@ -99,6 +100,8 @@ class Builder:
             value = size[start:end] if node.op_type == "Shape" else np.array(size.prod())
             self._folded[str(node.outputs[0].name)] = value
             return
+        if REFUSED in node.metadata_props:
+            raise Unsupported(node.metadata_props[REFUSED])
         importer = IMPORTERS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
         if importer is None:
             raise Unsupported("operator not supported")

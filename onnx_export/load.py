@@ -18,6 +18,7 @@ from . import simplify
 from .attention import Attention, fuse_attention
 from .build import Builder, Step, UnsupportedNode, held
 from .graph import opset
+from .lowering import lower
 from .patterns import fuse_patterns
 
 AGREEMENT = 1e-5  # largest difference from onnxruntime, relative to the size of the output
@@ -157,6 +158,8 @@ def _prepare(path: str | Path, dtype: torch.dtype, attention: str, logits: bool)
             "output are supported"
         )
     simplify.fold(model)
+    if lower(model):
+        simplify.fold(model)
     head = simplify.strip_head(model) if logits else ""
     fuse_patterns(model)
     units, notes = fuse_attention(model) if attention == "operators" else ([], [])

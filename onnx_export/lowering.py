@@ -1,0 +1,232 @@
+"""Fused operators as the small ones they stand for, so that one recognition serves every exporter.
+
+onnxruntime's optimiser and the newer standard opsets put attention, normalisation and activations into nodes
+of their own. Each is replaced by its definition; `attention` and `patterns` then name what it is. No shapes
+are needed: what depends on them is left to constant folding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph import Builder, constant, opset, replace, sizes
+
+MICROSOFT = "com.microsoft"
+STANDARD = ("", "ai.onnx")
+REFUSED = "attn_bounds.refused"  # metadata of a node that cannot be lowered: the reason
+
+
+class Refused(Exception):
+    """Why a fused operator cannot be lowered."""
+
+
+class Lowering(Builder):
+    """A builder of primitives for one fused node; shapes are left to inference.
+
+    Arguments:
+        node: the fused operator.
+        version: of the standard operator set.
+    """
+
+    def __init__(self, graph: ir.Graph, node: ir.Node, version: int) -> None:
+        first = next((v for v in node.inputs if v is not None), None)
+        super().__init__(graph, node.name or str(node.outputs[0].name), first.dtype if first else None)
+        self.source, self.version = node, version
+
+    def given(self, i: int) -> ir.Value | None:
+        """Input i, or None where it is left out."""
+        return self.source.inputs[i] if i < len(self.source.inputs) else None
+
+    def wanted(self, i: int) -> ir.Value:
+        """Input i, which cannot be left out."""
+        value = self.given(i)
+        if value is None:
+            raise Refused(f"input {i} is missing")
+        return value
+
+    def integer(self, name: str, default: int) -> int:
+        return int(self.source.attributes.get_int(name, default))
+
+    def real(self, name: str, default: float) -> float:
+        return float(self.source.attributes.get_float(name, default))
+
+    def op(self, kind: str, *inputs: ir.Value | float | None, **attributes: Any) -> ir.Value:
+        """One node of the standard operators; numbers among the inputs become constants."""
+        values = [
+            self.constant(np.array(v, dtype=np.float64), "number") if isinstance(v, (int, float)) else v
+            for v in inputs
+        ]
+        return self.node(kind, values, None, attributes)
+
+    def ints(self, values: Sequence[int]) -> ir.Value:
+        return self.constant(np.array(values, dtype=np.int64), "ints")
+
+    def mean(self, x: ir.Value, axis: int = -1) -> ir.Value:
+        if self.version >= 18:
+            return self.op("ReduceMean", x, self.ints([axis]), keepdims=1)
+        return self.op("ReduceMean", x, axes=[axis], keepdims=1)
+
+    def cut(self, x: ir.Value, start: int, end: int, axis: int) -> ir.Value:
+        return self.op("Slice", x, *(self.ints([v]) for v in (start, end, axis)))
+
+    def norm(
+        self, x: ir.Value, gain: ir.Value | None, bias: ir.Value | None, eps: float, centred: bool
+    ) -> ir.Value:
+        """Layer or RMS normalisation over the last axis."""
+        d = self.op("Sub", x, self.mean(x)) if centred else x
+        y = self.op("Div", d, self.op("Sqrt", self.op("Add", self.mean(self.op("Mul", d, d)), eps)))
+        y = y if gain is None else self.op("Mul", y, gain)
+        return y if bias is None else self.op("Add", y, bias)
+
+    def gelu(self, x: ir.Value, tanh: bool) -> ir.Value:
+        if tanh:
+            cube = self.op("Mul", self.op("Mul", self.op("Mul", x, x), x), 0.044715)
+            inner = self.op("Tanh", self.op("Mul", self.op("Add", x, cube), math.sqrt(2.0 / math.pi)))
+        else:
+            inner = self.op("Erf", self.op("Mul", x, math.sqrt(0.5)))
+        return self.op("Mul", self.op("Mul", x, 0.5), self.op("Add", inner, 1.0))
+
+
+Results = dict[int, ir.Value]  # by number of the output
+
+
+def _norm(b: Lowering) -> Results:
+    if b.integer("axis", -1) != -1:
+        raise Refused("axis is not the last one")
+    centred = "Simplified" not in b.source.op_type
+    return {0: b.norm(b.wanted(0), b.given(1), b.given(2), b.real("epsilon", 1e-5), centred)}
+
+
+def _skip_norm(b: Lowering) -> Results:
+    centred = b.source.op_type == "SkipLayerNormalization"
+    total = b.op("Add", b.wanted(0), b.wanted(1))
+    bias = b.given(4 if centred else 3)
+    total = total if bias is None else b.op("Add", total, bias)
+    beta = b.given(3) if centred else None
+    return {0: b.norm(total, b.given(2), beta, b.real("epsilon", 1e-12), centred), 3: total}
+
+
+def _gelu(b: Lowering) -> Results:
+    x, bias = b.wanted(0), b.given(1)
+    x = x if bias is None else b.op("Add", x, bias)
+    return {0: b.gelu(x, b.source.op_type == "FastGelu")}
+
+
+def _quick_gelu(b: Lowering) -> Results:
+    x = b.wanted(0)
+    return {0: b.op("Mul", x, b.op("Sigmoid", b.op("Mul", x, b.real("alpha", 1.702))))}
+
+
+def _fused_matmul(b: Lowering) -> Results:
+    if b.integer("transBatchA", 0) or b.integer("transBatchB", 0):
+        raise Refused("transBatchA or transBatchB")
+    operands = []
+    for i, flag in ((0, "transA"), (1, "transB")):
+        value = b.wanted(i)
+        if b.integer(flag, 0):
+            c = constant(value)
+            shape = sizes(value) if c is None else c.shape
+            if shape is None:
+                raise Refused(f"{flag} of a value of unknown rank")
+            rank = len(shape)
+            value = b.op("Transpose", value, perm=[*range(rank - 2), rank - 1, rank - 2])
+        operands.append(value)
+    product = b.op("MatMul", *operands)
+    alpha = b.real("alpha", 1.0)
+    return {0: product if alpha == 1.0 else b.op("Mul", product, alpha)}
+
+
+def _einsum(b: Lowering) -> Results:
+    """Of two tensors that both depend on the input: transposed, with axes merged, one MatMul."""
+    from .importers import Unsupported
+    from .importers.einsum import parse
+
+    inputs = [b.wanted(i) for i in range(len(b.source.inputs))]
+    shapes = [sizes(v) for v in inputs]
+    if len(inputs) != 2 or any(s is None for s in shapes) or any(constant(v) is not None for v in inputs):
+        raise Refused("")
+    try:
+        (left, right), out = parse(
+            b.source.attributes.get_string("equation", ""), [len(s) for s in shapes if s is not None]
+        )
+    except Unsupported:
+        raise Refused("") from None
+    size = {c: d for t, s in zip((left, right), shapes, strict=True) if s for c, d in zip(t, s, strict=True)}
+    shared = [c for c in left if c in right]
+    lead, summed = [c for c in shared if c in out], [c for c in shared if c not in out]
+    free = [[c for c in term if c not in shared] for term in (left, right)]
+    if any(c not in out for c in (*free[0], *free[1])):
+        raise Refused("")
+
+    def total(labels: Sequence[str]) -> int:
+        return math.prod(size[c] for c in labels)
+
+    operands = []
+    for i, (term, order) in enumerate(((left, (lead, free[0], summed)), (right, (lead, summed, free[1])))):
+        flat = [c for part in order for c in part]
+        value = b.transpose(inputs[i], [term.index(c) for c in flat])
+        operands.append(b.reshape(value, [*(size[c] for c in lead), *(total(part) for part in order[1:])]))
+    rows, columns = free
+    y = b.node("MatMul", operands, [*(size[c] for c in lead), total(rows), total(columns)])
+    have = [*lead, *rows, *columns]
+    y = b.reshape(y, [size[c] for c in have])
+    return {0: b.transpose(y, [have.index(c) for c in out])}
+
+
+Rule = Callable[[Lowering], Results]
+RULES: dict[tuple[str, str], Rule] = {
+    (MICROSOFT, "LayerNormalization"): _norm,
+    (MICROSOFT, "SimplifiedLayerNormalization"): _norm,
+    ("", "SimplifiedLayerNormalization"): _norm,
+    (MICROSOFT, "SkipLayerNormalization"): _skip_norm,
+    (MICROSOFT, "SkipSimplifiedLayerNormalization"): _skip_norm,
+    (MICROSOFT, "Gelu"): _gelu,
+    (MICROSOFT, "BiasGelu"): _gelu,
+    (MICROSOFT, "FastGelu"): _gelu,
+    (MICROSOFT, "QuickGelu"): _quick_gelu,
+    (MICROSOFT, "FusedMatMul"): _fused_matmul,
+    ("", "Einsum"): _einsum,
+}
+
+
+def lower(model: ir.Model) -> bool:
+    """Replace fused operators by what they stand for, in place; returns whether there were any.
+
+    Where that cannot be, the node keeps the reason as metadata.
+    """
+    from .fused_attention import ATTENTION_RULES
+
+    version, graph = opset(model), model.graph
+    rules = {**RULES, **ATTENTION_RULES}
+    if version < 17:  # onnxruntime has it in files of older opsets too, where its shape cannot be inferred
+        rules["", "LayerNormalization"] = _norm
+    changed = False
+    for node in list(graph):
+        rule = rules.get(("" if node.domain in STANDARD else node.domain, node.op_type))
+        if rule is None:
+            continue
+        builder = Lowering(graph, node, version)
+        try:
+            made = rule(builder)
+            extra = [
+                i for i, o in enumerate(node.outputs) if i not in made and (o.uses() or o.is_graph_output())
+            ]
+            if extra:
+                raise Refused(f"its output {extra[0]} is used")
+        except Refused as e:
+            if str(e):
+                node.metadata_props[REFUSED] = str(e)
+            continue
+        builder.insert_before(node)
+        for i, value in made.items():
+            if i < len(node.outputs):
+                replace(node.outputs[i], value)
+        changed = True
+    if changed:
+        ir.passes.common.RemoveUnusedNodesPass()(model)
+    return changed
