@@ -7,6 +7,7 @@ and the rest take seconds that `--help` need not.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from typer.core import TyperGroup
 
 from . import __version__
 from .errors import InputError
+
+STARTED = time.monotonic()  # of the process, nearly
 
 # typer's usage errors: click's own class, or the one of the click inside newer typers
 ClickException: Any = typer.BadParameter.__mro__[2]
@@ -251,6 +254,61 @@ def certify(
     from . import commands
 
     raise typer.Exit(commands.certify(**options))
+
+
+@app.command()
+def verify(
+    model: Model,
+    vnnlib: Annotated[
+        Path,
+        typer.Option(metavar="F", rich_help_panel=_IN, help="VNN-LIB property (1.0 or 2.0), .gz or not."),
+    ],
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", rich_help_panel=_LIMIT, help="For everything, start-up and loading included."
+        ),
+    ] = None,
+    memory: Memory = None,
+    results_file: Annotated[
+        Path | None,
+        typer.Option(metavar="R", help="Write the verdict and a witness there, in the form of VNN-COMP."),
+    ] = None,
+    method: Method = "auto",
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+    attack: Attack = True,
+    restarts: Restarts = 10,
+    steps: Steps = 50,
+    seed: Seed = 0,
+    boundary: Annotated[
+        bool,
+        typer.Option(
+            "--boundary",
+            rich_help_panel=_FALSIFY,
+            help="Take a witness at which constraints that are not strict hold with equality; without it one "
+            "must satisfy all of them strictly.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Decide one VNN-LIB property: sat with a witness, unsat, or unknown.
+
+    The attack first, then bounds from cheap to tight, then parts of the input
+    set while there is time (few inputs). A witness is replayed in onnxruntime.
+    With --json: property, status (unsat, sat, unknown, timeout, error), margin,
+    method, seconds, witness, reason, tried.
+
+    Exit code: 0 any verdict, 1 internal error, 2 bad input, 143 after SIGTERM.
+
+    [bold]Example[/bold]
+
+    attn-bounds verify vit.onnx --vnnlib prop.vnnlib.gz --timeout 100 --results-file result.txt
+    """
+    options = {**locals(), "started": STARTED}
+    from .search import watch
+
+    raise typer.Exit(watch.run(**options))
 
 
 @app.command()

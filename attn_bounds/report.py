@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -14,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from .plain import json_line
 
 if TYPE_CHECKING:
     from onnx_export import ModelInfo
@@ -52,13 +53,6 @@ class Output:
             console.width = WIDE
         for part in parts:
             console.print(part)
-
-
-def json_line(row: Row) -> str:
-    """One JSON object on one line; infinities as "inf" and "-inf", NaN as null."""
-    from .results import jsonable
-
-    return json.dumps(jsonable(row), allow_nan=False)
 
 
 @contextlib.contextmanager

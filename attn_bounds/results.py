@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import lirpa
+from .plain import jsonable
 from .properties import InputSet, Specification
 
 
@@ -99,17 +100,6 @@ class Explanation:
     margin: float
     centre: float
     shares: list[tuple[str, int, float]]
-
-
-def jsonable(value: Any) -> Any:
-    """JSON has no infinities: they become the strings "inf", "-inf"; NaN becomes null."""
-    if isinstance(value, dict):
-        return {k: jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return value
 
 
 def merge(

@@ -20,7 +20,8 @@ from .memory import parse_memory
 from .passes import SENSITIVITY_METHODS
 from .pixels import PixelUnits
 from .properties import InputSet, Property, Specification
-from .results import Certificate, Explanation, Radius, digest, merge, versions, worse
+from .results import Certificate, Explanation, Radius, digest, merge, versions
+from .search.engine import prove, together
 
 if TYPE_CHECKING:
     from .module import BoundedModule
@@ -35,6 +36,10 @@ _LIRPA_NAME = {"ibp": "IBP", "crown": "CROWN"}  # the others are names of our Bo
 # Units in the last place, relative to the outputs' size, that a bound loses to our own rounding: the longest
 # chain of float32 sums in a bound is a few thousand terms, whose errors add up like their root.
 SLACK_ULPS = 256.0
+
+# A limit of an input set need not be a number of the model's dtype: by so many units in the last place of the
+# largest entry a counterexample may lie outside.
+INPUT_ULPS = 1.0
 
 
 def check_method(method: str) -> str:
@@ -58,6 +63,8 @@ class Verifier:
         relaxation: of attention in our methods, "lse" or "key".
         memory: "4GB" or bytes that method `sensitivity` plans to stay within; it gets looser where they do
             not suffice, and says so. A limit that is enforced, for every method, is `LimitedVerifier`'s.
+        boundary: a counterexample may lie exactly on the boundary of rows that are not strict, as the
+            formula says; else it must be beyond it.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -75,6 +82,7 @@ class Verifier:
         logits: bool = True,
         relaxation: str = "lse",
         memory: str | float | None = None,
+        boundary: bool = False,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise InputError(f"dtype {dtype} is not supported; use float32 or float64")
@@ -84,7 +92,7 @@ class Verifier:
             relaxation,
             logits,
         )
-        self.memory = parse_memory(memory)
+        self.memory, self.boundary = parse_memory(memory), boundary
         self.oracle: Any = None
         self.head = self.model_sha256 = ""
         self.path: Path | None = None
@@ -373,17 +381,28 @@ class Verifier:
     # -- counterexamples --------------------------------------------------------------------------------
 
     def violates(self, x: Tensor, spec: Specification) -> bool:
-        """Whether the model's own output at x (model units) violates strictly, in onnxruntime for a file."""
+        """Whether the model's own output at x (model units) is unsafe, in onnxruntime for a file."""
+        return spec.violated(spec.margins(self.replay(x).double())[0], self.boundary)
+
+    def replay(self, x: Tensor) -> Tensor:
+        """The model's own output at x (1, *input) in model units, (1, outputs); onnxruntime's for a file."""
         if self.oracle is None:
             with torch.no_grad():
-                y = self._module(x.to(self.dtype)).flatten(1)
-        else:
-            y = self.oracle(x).flatten(1)
-            if self.head == "ArgMax":
-                y = torch.nn.functional.one_hot(y.long().flatten(), self.outputs)
-            elif self.head == "Sigmoid":
-                y = y - 0.5  # differences of probabilities and of logits have the same sign
-        return bool(spec.margin(spec.margins(y.double())) < 0)
+                return self._module(x.to(self.dtype)).flatten(1)
+        y: Tensor = self.oracle(x).flatten(1)
+        if self.head == "ArgMax":
+            y = torch.nn.functional.one_hot(y.long().flatten(), self.outputs)
+        elif self.head == "Sigmoid":
+            y = y - 0.5  # differences of probabilities and of logits have the same sign
+        return y
+
+    def confirms(self, x: Tensor, inputs: InputSet, spec: Specification) -> bool:
+        """Whether x (1, *input) in model units is a counterexample: in the set and unsafe when replayed.
+
+        A limit that is no number of x's dtype counts rounded to one: within `INPUT_ULPS` units in the last
+        place of the largest entry."""
+        tol = INPUT_ULPS * torch.finfo(x.dtype).eps * float(x.abs().max())
+        return bool(inputs.contains(x, tol)[0]) and self.violates(x, spec)
 
     def falsify(
         self, inputs: InputSet, spec: Specification, *, restarts: int = 10, steps: int = 50, seed: int = 0
@@ -391,22 +410,27 @@ class Verifier:
         """A counterexample (1, *input) in the model's units that survives the replay, or None."""
         if not self._finite_at(inputs.center):
             return None  # nothing to descend on; the bounds say what is wrong
-        result = pgd(
-            self.module,
-            inputs,
-            spec,
-            restarts=restarts,
-            steps=steps,
-            seed=seed,
-            stop_early=True,
-            dtype=self.dtype,
-        )
-        if not result.found:
-            return None
-        x = result.x
-        if isinstance(self.module, PixelUnits):
-            x = self.module.to_model(x)
-        return x if self.violates(x, spec) else None
+        inputs = inputs.inner or inputs
+        for early in (True, False):  # one that the replay does not confirm may be followed by a clearer one
+            result = pgd(
+                self.module,
+                inputs,
+                spec,
+                restarts=restarts,
+                steps=steps,
+                seed=seed,
+                stop_early=early,
+                dtype=self.dtype,
+            )
+            if not result.found:
+                return None
+            if isinstance(self.module, PixelUnits):
+                x = self.module.to_model(result.x)
+                if self.violates(x, spec):
+                    return x
+            elif self.confirms(result.x, inputs, spec):
+                return result.x
+        return None
 
     # -- certificates -----------------------------------------------------------------------------------
 
@@ -449,6 +473,24 @@ class Verifier:
         if self.head:
             d["head_taken_off"] = self.head
         return d
+
+    def blank(self, inputs: InputSet, method: str, options: dict[str, Any]) -> Certificate:
+        """The result before anything was computed; options: of the job, for the record."""
+        return Certificate(
+            status="unknown",
+            margin=None,
+            margins=None,
+            rows=None,
+            eps=inputs.eps,
+            norm=inputs.norm,
+            method=method,
+            seconds=0.0,
+            reason="nothing was computed",
+            options={**self.describe(method), **options},
+            versions=versions(),
+            model_sha256=self.model_sha256,
+            input_sha256=digest(inputs),
+        )
 
     def certify_set(
         self,
@@ -505,29 +547,9 @@ class Verifier:
         """`certify_set` for several inputs of one norm; bounds are computed in one pass per method."""
         deadline = None if time_limit is None else time.perf_counter() + time_limit
         stages = self.stages(method)
-        options = {
-            **self.describe(method),
-            "attack": attack,
-            "restarts": restarts,
-            "steps": steps,
-            "seed": seed,
-        }
+        options = {"attack": attack, "restarts": restarts, "steps": steps, "seed": seed}
         results = [
-            Certificate(
-                status="unknown",
-                margin=None,
-                margins=None,
-                rows=None if rows is None else rows[i],
-                eps=s.eps,
-                norm=s.norm,
-                method=method,
-                seconds=0.0,
-                reason="nothing was computed",
-                options=options,
-                versions=versions(),
-                model_sha256=self.model_sha256,
-                input_sha256=digest(s),
-            )
+            replace(self.blank(s, method, options), rows=None if rows is None else rows[i])
             for i, s in enumerate(inputs)
         ]
 
@@ -640,7 +662,7 @@ class Verifier:
             )
 
     def certify_property(self, prop: Property, **kwargs: Any) -> Certificate:
-        """Certify a VNN-LIB property: every case (input box and specification) must hold.
+        """Certify a VNN-LIB property: every case (input set and specification) must hold; see `prove`.
 
         Raises:
             InputError: `check_property`, or mean/std were given: the boxes are in the model's own units.
@@ -648,56 +670,20 @@ class Verifier:
         self.check_property(prop)
         if self._scaling is not None:
             raise InputError(f"property {prop.name}: its boxes are in the model's units; leave mean/std away")
-        if not prop.cases:
-            return Certificate(
-                status="verified",
-                margin=None,
-                margins=None,
-                rows=None,
-                eps=None,
-                norm=math.inf,
-                method=kwargs.get("method", "auto"),
-                seconds=0.0,
-                reason=prop.warning,
-                versions=versions(),
-                model_sha256=self.model_sha256,
-            )
-        return self.certify_cases(prop.cases, **kwargs)
+        return prove(self, prop, **kwargs)
 
     def certify_cases(
-        self,
-        cases: Sequence[tuple[InputSet, Specification]],
-        *,
-        report: Callable[[Certificate], None] | None = None,
-        **kwargs: Any,
+        self, cases: Sequence[tuple[InputSet, Specification]], *, rows: Any = None, **kwargs: Any
     ) -> Certificate:
         """The worst of several `certify_set`; they hold together only if all do.
 
         Arguments:
             report: called with the result so far, which is not "verified" before the last case is.
         """
-        worst: Certificate | None = None
-
-        def together(found: Certificate) -> Certificate:
-            if worst is None:
-                return found
-            return replace(worse(worst, found), seconds=worst.seconds + found.seconds)
-
-        for number, (inputs, spec) in enumerate(cases, 1):
-
-            def so_far(found: Certificate, done: int = number) -> None:
-                found = replace(together(found), tried=found.tried)  # what of the current case has run
-                if done < len(cases) and found.status != "falsified":
-                    reason = f"case {done} of {len(cases)} was not finished"
-                    found = replace(found, status="unknown", margin=None, margins=None, reason=reason)
-                if report is not None:
-                    report(found)
-
-            worst = together(self.certify_set(inputs, spec, report=so_far, **kwargs))
-            if worst.status == "falsified":
-                break
-        assert worst is not None
-        return worst
+        report = kwargs.pop("report", None)
+        return together(
+            cases, lambda s, spec, told: self.certify_set(s, spec, rows=rows, report=told, **kwargs), report
+        )
 
     # -- radii --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,193 @@
+"""One property from start to end: attack, bounds from cheap to tight, then parts of the input set."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..properties import InputSet, Property, Specification
+from ..results import Certificate, versions, worse
+from .boxes import InputBoxes
+from .branch import Outcome, Search
+
+if TYPE_CHECKING:
+    from ..verifier import Verifier
+
+BOXES = 4096  # parts of the input set that are bounded where there is no time limit
+SHARE = 0.5  # of the time left that the bounds of the whole set may take where it can be cut into parts
+SPLIT_METHODS = ("ibp", "sensitivity", "crown")  # of bounds on parts, cheap to tight
+
+Report = Callable[[Certificate], None]
+
+
+def prove(
+    verifier: Verifier,
+    prop: Property,
+    *,
+    method: str = "auto",
+    attack: bool = True,
+    restarts: int = 10,
+    steps: int = 50,
+    seed: int = 0,
+    time_limit: float | None = None,
+    split: bool | None = None,
+    report: Report | None = None,
+) -> Certificate:
+    """Verify a property: all its cases, or a counterexample in one of them.
+
+    The attack goes first, on every case; then each case gets bounds, from cheap to tight with method
+    "auto"; what is left undecided is cut into parts, while there is time.
+
+    Arguments:
+        method, attack, restarts, steps, seed: as in `Verifier.certify_set`.
+        time_limit: seconds after which nothing new is begun; a pass that runs is finished.
+        split: whether to cut input sets into parts; None for: with method "auto".
+        report: called with the result so far, which is not "verified" before the last case is.
+    """
+    deadline = math.inf if time_limit is None else time.perf_counter() + time_limit
+    split = method == "auto" if split is None else split
+    if not prop.cases:
+        return _vacuous(verifier, prop, method)
+    options: dict[str, Any] = {"method": method, "restarts": restarts, "steps": steps, "seed": seed}
+    tried: list[dict[str, Any]] = []
+    if attack and len(prop.cases) > 1:  # a counterexample in any case decides, so look there first
+        begin = time.perf_counter()
+        for inputs, spec in prop.cases:
+            if time.perf_counter() >= deadline:
+                break
+            x = verifier.falsify(inputs, spec, restarts=restarts, steps=steps, seed=seed)
+            if x is not None:
+                blank = verifier.blank(inputs, method, {**options, "attack": True})
+                seconds = time.perf_counter() - begin
+                tried = [{"method": "attack", "margin": None, "seconds": seconds}]
+                return replace(
+                    blank,
+                    status="falsified",
+                    counterexample=x,
+                    method="attack",
+                    reason="",
+                    tried=tried,
+                    seconds=seconds,
+                )
+        tried = [{"method": "attack", "margin": None, "seconds": time.perf_counter() - begin}]
+        attack = False
+
+    def case(inputs: InputSet, spec: Specification, told: Report) -> Certificate:
+        """One case, within what is left of the time."""
+        parts = split and InputBoxes.applies(inputs)
+        left = None if time_limit is None else max(0.0, deadline - time.perf_counter())
+        first = verifier.certify_set(
+            inputs,
+            spec,
+            attack=attack,
+            report=told,
+            **options,
+            time_limit=left if left is None or not parts else SHARE * left,
+        )
+        if first.status != "unknown" or not parts or time.perf_counter() >= deadline:
+            return first
+        return _in_parts(verifier, inputs, spec, first, deadline, told)
+
+    return together(prop.cases, case, report, tried)
+
+
+def _vacuous(verifier: Verifier, prop: Property, method: str) -> Certificate:
+    return Certificate(
+        status="verified",
+        margin=None,
+        margins=None,
+        rows=None,
+        eps=None,
+        norm=math.inf,
+        method=method,
+        seconds=0.0,
+        reason=prop.warning,
+        versions=versions(),
+        model_sha256=verifier.model_sha256,
+    )
+
+
+def together(
+    cases: Iterable[tuple[InputSet, Specification]],
+    case: Callable[[InputSet, Specification, Report], Certificate],
+    report: Report | None,
+    tried: Sequence[dict[str, Any]] = (),
+) -> Certificate:
+    """The worst of the cases; they hold together only if all do. A counterexample ends it.
+
+    Arguments:
+        tried: what ran before, for all cases.
+    """
+    worst: Certificate | None = None
+    cases = tuple(cases)
+
+    def with_earlier(found: Certificate) -> Certificate:
+        if worst is None:
+            return found
+        return replace(worse(worst, found), seconds=worst.seconds + found.seconds)
+
+    for number, (inputs, spec) in enumerate(cases, 1):
+
+        def so_far(found: Certificate, done: int = number) -> None:
+            found = replace(with_earlier(found), tried=found.tried)  # what of the current case has run
+            if done < len(cases) and found.status != "falsified":
+                reason = f"case {done} of {len(cases)} was not finished"
+                found = replace(found, status="unknown", margin=None, margins=None, reason=reason)
+            if report is not None:
+                report(found)
+
+        worst = with_earlier(case(inputs, spec, so_far))
+        if worst.status == "falsified":
+            break
+    assert worst is not None
+    if tried:
+        worst = replace(
+            worst, tried=[*tried, *worst.tried], seconds=worst.seconds + sum(t["seconds"] for t in tried)
+        )
+    return worst
+
+
+def _in_parts(
+    verifier: Verifier,
+    inputs: InputSet,
+    spec: Specification,
+    first: Certificate,
+    deadline: float,
+    report: Report,
+) -> Certificate:
+    """The result with what cutting the input set into boxes adds to it."""
+    known = set(verifier.stages("auto"))
+    strategy = InputBoxes(verifier, inputs, spec, [m for m in SPLIT_METHODS if m in known])
+    search = Search(strategy, spec, deadline, BOXES if deadline == math.inf else 10**9)
+    begin = time.perf_counter()
+
+    def certificate(o: Outcome) -> Certificate:
+        seconds = time.perf_counter() - begin
+        entry = {
+            "method": strategy.name,
+            "margin": o.margin if math.isfinite(o.margin) else None,
+            "seconds": seconds,
+            "parts": o.bounded,
+            "bounds": strategy.method,
+        }
+        result = replace(first, tried=[*first.tried, entry], seconds=first.seconds + seconds)
+        if o.counterexample is not None:
+            return replace(
+                result,
+                status="falsified",
+                counterexample=o.counterexample,
+                reason="",
+                method=strategy.name,
+            )
+        verified = o.open == 0 and o.margin > 0
+        if verified or (o.margins is not None and (first.margin is None or o.margin > first.margin)):
+            margins = None if o.margins is None else o.margins.tolist()
+            result = replace(result, margin=o.margin, margins=margins, method=strategy.name, won=None)
+        if verified:
+            return replace(result, status="verified", reason="")
+        return replace(result, reason=f"{first.reason}; {o.why or 'parts of the input set are left'}")
+
+    return certificate(search.run(lambda o: report(certificate(o))))

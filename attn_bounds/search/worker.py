@@ -1,0 +1,75 @@
+"""The process that verifies a property, for `watch.py`, which watches the clock and the memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..child import end_with_parent
+from ..errors import AttnBoundsError
+from .answer import Answer, Witness
+
+STATUS = {"verified": "unsat", "falsified": "sat", "unknown": "unknown"}
+
+
+def work(connection: Connection, job: dict[str, Any]) -> None:
+    """Sends ("partial", Answer) now and then and ("done", Answer) at the end, or ("error", exception).
+
+    job: model, vnnlib, name; deadline (`time.time()` or None), threads, dtype, memory, boundary; options of
+    `engine.prove`."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    os.dup2(2, 1)  # stdout is for the answer; whatever libraries print goes to stderr
+    warnings.simplefilter("ignore")
+
+    def send(kind: str, value: Any) -> None:
+        connection.send_bytes(pickle.dumps((kind, value)))
+
+    try:
+        send("done", verify(job, lambda answer: send("partial", answer)))
+    except (AttnBoundsError, ImportError) as e:
+        send("error", e)
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, MemoryError) or "memory:" in str(e):
+            send("limit", "the machine's memory was used up")
+        else:
+            send("error", RuntimeError(f"{type(e).__name__}: {e}"))
+    except OSError:
+        pass  # the parent hung up
+    except Exception as e:
+        send("error", RuntimeError(f"{type(e).__name__}: {e}"))
+
+
+def verify(job: dict[str, Any], report: Callable[[Answer], None]) -> Answer:
+    """The answer to the job's property; its seconds are left to the parent."""
+    import torch
+
+    from ..verifier import Verifier
+    from ..vnnlib import read_vnnlib
+
+    if job["threads"] is not None:
+        torch.set_num_threads(job["threads"])
+    dtype = torch.float64 if job["dtype"] == "float64" else torch.float32
+    verifier = Verifier(
+        job["model"], logits=False, dtype=dtype, memory=job["memory"], boundary=job["boundary"]
+    )
+    prop = read_vnnlib(job["vnnlib"], verifier.input_shape, verifier.outputs)
+    declared = tuple((v.name, v.type, v.shape) for v in (*prop.inputs, *prop.outputs))
+
+    def answer(c: Any) -> Answer:
+        witness = None
+        if c.counterexample is not None:
+            outputs = verifier.replay(c.counterexample).flatten().tolist()
+            witness = Witness(c.counterexample.flatten().tolist(), outputs, declared)
+        return Answer(job["name"], STATUS[c.status], c.margin, c.method, 0.0, witness, c.reason, c.tried)
+
+    left = None if job["deadline"] is None else max(0.0, job["deadline"] - time.time())
+    return answer(
+        verifier.certify_property(prop, time_limit=left, report=lambda c: report(answer(c)), **job["options"])
+    )
