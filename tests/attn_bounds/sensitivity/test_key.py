@@ -304,6 +304,40 @@ def test_heads_at_once_are_never_below_what_ascent_finds(case: Case, monkeypatch
         assert max(closest.values()) < 4.0, closest
 
 
+@pytest.mark.parametrize("moving", ["values", "scores"])
+def test_a_head_that_cannot_move_hides_no_other(moving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads, of which one sees one key only: what is shared by heads must be the largest of them."""
+    g = torch.Generator().manual_seed(3)
+    mask = torch.zeros(2, 4, 4)
+    mask[1] = torch.full((4, 4), -math.inf).fill_diagonal_(0.0)
+    weights = [rand(g, 4, 4) for _ in range(4)]
+    x = rand(g, 1, 4).expand(4, 4).contiguous()  # equal tokens: nothing but the ball moves values and scores
+    no_query = -(x[0] @ weights[0])  # then scores are those of the moves of queries and keys alone
+    layer = AttentionLayer(*weights, 2, b_q=no_query if moving == "scores" else None, mask=mask)
+    found: list[Tensor] = []
+    real = heads._weighted
+
+    def spy(*args: object) -> object:
+        result = real(*args)  # type: ignore[arg-type]
+        found.extend(torch.minimum(whole, rows.square().sum(-1).sqrt()) for whole, rows in result)
+        return result
+
+    monkeypatch.setattr(heads, "_weighted", spy)
+    for eps in (0.1, 1.0):
+        found.clear()
+        layer_bound(x, eps, layer)
+        e = rand(torch.Generator().manual_seed(1), 8, x.numel())
+        worst = 0.0
+        for step in range(40):
+            e = (eps * e / e.norm(dim=1, keepdim=True)).requires_grad_()
+            move = second_part(layer, x, None, e, None).flatten(1).norm(dim=1)
+            worst = max(worst, float(move.detach().max()))
+            (slope,) = torch.autograd.grad(move.sum(), e)
+            unit = slope / slope.norm(dim=1, keepdim=True).clamp(min=1e-30)
+            e = (1 - 1 / (1 + 0.1 * step)) * e.detach() / eps + unit / (1 + 0.1 * step)
+        assert found and worst > 0 and all(worst <= float(f) for f in found)
+
+
 @pytest.mark.parametrize("name", ["_stacked", "_weighted"])
 def test_the_product_of_both_moves_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clean tokens of zero: the scores move by E A Eᵀ alone."""
