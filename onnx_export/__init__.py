@@ -2,7 +2,7 @@
 
 from .attention import Attention
 from .export import Exported, export
-from .load import ModelInfo, OnnxModule, Oracle, inspect, load
+from .load import ModelInfo, OnnxModule, inspect, load
 from .ops import (
     attention,
     attention_average,
@@ -11,6 +11,7 @@ from .ops import (
     l2_attention,
     l2_scores,
 )
+from .oracle import Oracle
 
 __all__ = [
     "Attention",

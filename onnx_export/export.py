@@ -18,7 +18,8 @@ from attn_bounds.errors import InputError
 
 from . import standard, tracing
 from .arguments import Arguments, Example
-from .load import AGREEMENT, _difference, _session, inspect
+from .load import inspect
+from .oracle import AGREEMENT, difference, onnx_session
 
 FORMS = ("decomposed", "op23")
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
@@ -250,7 +251,7 @@ def _largest_difference(request: _Request, file: Path) -> float:
     """
     name, batch = request.name, request.example.batch
     try:
-        session = _session(str(file))
+        session = onnx_session(str(file))
     except Exception as e:
         import onnxruntime
 
@@ -271,7 +272,7 @@ def _largest_difference(request: _Request, file: Path) -> float:
             why = tracing.first_line(e)
             raise InputError(f"{name}: onnxruntime fails at batch {sample.batch} ({why})") from e
         for output, mine, theirs in zip(request.outputs, expected, found, strict=True):
-            gap = _difference(torch.from_numpy(theirs), mine.detach().cpu())
+            gap = difference(torch.from_numpy(theirs), mine.detach().cpu())
             if not gap <= AGREEMENT:
                 raise InputError(
                     f"{name}: onnxruntime's {output} differs from torch's by {gap:.2g} of its size at batch "

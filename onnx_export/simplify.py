@@ -19,13 +19,15 @@ from onnxscript.rewriter.rules.common import (
 
 from attn_bounds.errors import InputError
 
+from .entry import Entry
 from .graph import opset
+from .rebatch import rebatch
 
 FOLD_LIMIT = 50_000_000  # elements; folding must never stop short of a shape or a class token
 
 
-def read(path: str | Path) -> ir.Model:
-    """Read an ONNX file.
+def read(path: str | Path) -> onnx.ModelProto:
+    """Read an ONNX file, with the weights that lie beside it.
 
     Raises:
         InputError: not a file, not ONNX, truncated, or its external data is missing.
@@ -48,67 +50,56 @@ def read(path: str | Path) -> ir.Model:
             f"{path}: external data cannot be read ({str(e).splitlines()[0]}); "
             "keep the model's .data file beside it"
         ) from None
-    try:
-        return ir.serde.deserialize_model(proto)
-    except Exception as e:
-        raise InputError(f"{path}: invalid ONNX model ({str(e).splitlines()[0]})") from None
+    return proto
 
 
-def data_inputs(model: ir.Model) -> list[ir.Value]:
-    """Graph inputs that are not initializers (old files list the weights among the inputs)."""
-    return [v for v in model.graph.inputs if v.name not in model.graph.initializers]
-
-
-def fix_input_shapes(model: ir.Model, path: str | Path) -> bool:
-    """Give the inputs static shapes with batch 1; returns whether the batch was dynamic.
+def specialise(entry: Entry, path: str | Path) -> ir.Model:
+    """The entered model at batch 1, every input but one a constant.
 
     Raises:
-        InputError: a dimension other than the first is dynamic, or there are several inputs.
+        InputError: the model is invalid.
     """
-    inputs = data_inputs(model)
-    if len(inputs) != 1:
-        raise InputError(
-            f"{path}: {len(inputs)} inputs ({', '.join(str(v.name) for v in inputs)}); "
-            "models with exactly one input are supported"
-        )
-    value = inputs[0]
-    if value.shape is None or value.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
-        raise InputError(
-            f"{path}: input {value.name} has type {value.dtype} and shape {value.shape}; "
-            "a float input with a shape is needed"
-        )
-    dims = list(value.shape)
-    unknown = [i for i, d in enumerate(dims) if not isinstance(d, int) and i > 0]
-    if unknown or not dims:
-        raise InputError(
-            f"{path}: input {value.name} has shape {value.shape}; only the first dimension (batch) may be "
-            "dynamic: export with fixed sizes"
-        )
-    dynamic = not isinstance(dims[0], int)
-    if not dynamic and dims[0] != 1:
-        raise InputError(
-            f"{path}: input {value.name} has a fixed batch of {dims[0]}; export with batch 1 or dynamic"
-        )
-    value.shape = ir.Shape([1, *dims[1:]])
-    for v in model.graph.all_nodes():  # shapes recorded for another batch would contradict ours
-        for out in v.outputs:
+    try:
+        model = ir.serde.deserialize_model(entry.proto)
+    except Exception as e:
+        raise InputError(f"{path}: invalid ONNX model ({str(e).splitlines()[0]})") from None
+    graph = model.graph
+    for value in list(graph.inputs):
+        if value.name == entry.name:
+            value.shape = ir.Shape(list(entry.shape))
+        elif (array := entry.feeds.get(str(value.name))) is not None:
+            graph.inputs.remove(value)
+            value.const_value = ir.tensor(array, name=value.name)
+            value.shape = ir.Shape(list(array.shape))
+            graph.initializers[str(value.name)] = value
+    if entry.batch != 1:
+        rebatch(model, entry.batch)
+    for node in graph.all_nodes():  # shapes recorded for another batch would contradict ours
+        for out in node.outputs:
             out.shape = None
-    for out in model.graph.outputs:
+    for out in graph.outputs:
         out.shape = None
-    return dynamic
+    return model
 
 
-def fold(model: ir.Model) -> None:
-    """Fold constants and shape arithmetic and infer shapes, in place."""
-    optimizer.optimize_ir(
-        model,
-        num_iterations=4,
-        input_size_limit=FOLD_LIMIT,
-        output_size_limit=FOLD_LIMIT,
-        # by default kept to save space, and with it the shape of a class token that is expanded to the batch
-        should_fold=lambda node: True if node.op_type == "ConstantOfShape" else None,
-    )
-    rewrite(model, [transpose_transpose_rule, no_op_transpose_rule, dropout_inference_rule])
+def fold(model: ir.Model, path: str | Path) -> None:
+    """Fold constants and shape arithmetic and infer shapes, in place.
+
+    Raises:
+        InputError: the graph contradicts itself.
+    """
+    try:
+        optimizer.optimize_ir(
+            model,
+            num_iterations=4,
+            input_size_limit=FOLD_LIMIT,
+            output_size_limit=FOLD_LIMIT,
+            # by default kept to save space, and with it the shape of a class token expanded to the batch
+            should_fold=lambda node: True if node.op_type == "ConstantOfShape" else None,
+        )
+        rewrite(model, [transpose_transpose_rule, no_op_transpose_rule, dropout_inference_rule])
+    except Exception as e:
+        raise InputError(f"{path}: the graph cannot be simplified ({type(e).__name__}: {e})") from None
 
 
 def strip_head(model: ir.Model) -> str:

@@ -268,17 +268,6 @@ def test_missing_external_data(tmp_path: Path) -> None:
         load(path)
 
 
-def test_other_dynamic_dimensions_and_several_inputs(tmp_path: Path) -> None:
-    relu = [helper.make_node("Relu", ["x"], ["y"])]
-    path = save(graph(relu, [("x", ["b", "n", 3])], [("y", None)], {}), tmp_path / "m.onnx")
-    with pytest.raises(InputError, match="only the first dimension"):
-        load(path)
-    add = [helper.make_node("Add", ["x", "z"], ["y"])]
-    path = save(graph(add, [("x", ["b", 3]), ("z", ["b", 3])], [("y", None)], {}), tmp_path / "n.onnx")
-    with pytest.raises(InputError, match="exactly one input"):
-        load(path)
-
-
 def test_samples_that_influence_each_other_are_refused(tmp_path: Path) -> None:
     """A fixed batch of 1 hides a constant that depends on the batch; the loop over samples finds it."""
     nodes = [

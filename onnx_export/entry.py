@@ -1,0 +1,193 @@
+"""Where a model is entered: which input bounds are over, what the others are fixed to, and all sizes.
+
+Bounds are over one float tensor: a graph input, or with `input_node` any value inside the graph, which then
+takes the place of an input. Integer inputs are indices of an embedding: bounds start behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+
+from attn_bounds.errors import InputError, UnsupportedModelError
+
+from .given import FLOATS, INTEGERS, Fixed, Inputs, Sizes, free_inputs
+from .subgraph import embedded, pruned, resolve
+
+
+@dataclass
+class Entry:
+    """How a model is entered.
+
+    Attributes:
+        proto: the model, cut where bounds start.
+        name: of the value bounds are over, an input of `proto`.
+        shape: of that value at batch 1.
+        dynamic: whether the file takes any batch (as the first axis).
+        batch: the fixed batch of the file where it is not dynamic.
+        feeds: values of the other inputs, at that batch, or at batch 1.
+        repeated: those of them whose first axis is a dynamic batch.
+        is_cut: whether `proto` is not the whole file.
+        ids: the integer input in front of the embedding, "" if there is none; its shape at batch 1.
+        notes: what was chosen, in words.
+    """
+
+    proto: ModelProto
+    name: str
+    shape: tuple[int, ...]
+    dynamic: bool
+    batch: int = 1
+    feeds: dict[str, np.ndarray] = field(default_factory=dict)
+    repeated: frozenset[str] = frozenset()
+    is_cut: bool = False
+    ids: str = ""
+    ids_shape: tuple[int, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def feeds_at(self, batch: int) -> dict[str, np.ndarray]:
+        """The fixed inputs for a batch of this size."""
+        return {n: np.repeat(v, batch, 0) if n in self.repeated else v for n, v in self.feeds.items()}
+
+
+def run(proto: ModelProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    """First output of a small model, by onnxruntime."""
+    from .oracle import onnx_session
+
+    started = onnx_session(proto.SerializeToString())
+    wanted = {i.name for i in started.get_inputs()}
+    return np.asarray(started.run(None, {n: v for n, v in feeds.items() if n in wanted})[0])
+
+
+def enter(
+    proto: ModelProto,
+    path: str | Path,
+    shape: Sizes | None = None,
+    fix: Fixed | None = None,
+    input_node: str | None = None,
+) -> Entry:
+    """Choose where bounds start; see `Entry`.
+
+    Arguments:
+        shape: sizes of dynamic dimensions besides the batch: by the dimension's name, or an input's sizes.
+        fix: values of the inputs that bounds are not over.
+        input_node: value (or node) inside the graph where bounds start.
+
+    Raises:
+        InputError: names what must be chosen, and how.
+    """
+    inputs = Inputs(path, proto.graph, shape or {}, fix or {})
+    if not inputs.values:
+        raise InputError(f"{path}: the model has no input")
+    inputs.add_usual()
+    free = [n for n in inputs.values if n not in inputs.fix]
+    kinds = {n: inputs.values[n].type.tensor_type.elem_type for n in free}
+    if input_node is not None and input_node not in inputs.values:
+        return _cut(proto, path, inputs, resolve(path, proto.graph, input_node), "chosen as the input")
+    if input_node in inputs.fix:
+        raise InputError(f"{path}: {input_node} is fixed, so bounds cannot be over it")
+    name = input_node if input_node in free else free[0] if len(free) == 1 else None
+    others = [n for n in free if n != name]
+    if name is None or others:
+        raise InputError(
+            f"{path}: {len(free)} inputs ({', '.join(free)}); bounds are over one, fix the others: "
+            + " ".join(f"--fix {n}=ones|zeros|NUMBER|FILE.npy" for n in (others or free)[-1:])
+            + ", or fix={...} in Python"
+        )
+    if kinds[name] in INTEGERS:
+        value = embedded(proto.graph, name)
+        if value is None:
+            raise InputError(
+                f"{path}: the input {name} holds integers, and no embedding of it was found; bounds are "
+                "over real numbers: say where they start with --input-node NAME (input_node= in Python)"
+            )
+        return _cut(proto, path, inputs, value, f"the embedding of {name}", name)
+    if kinds[name] not in FLOATS:
+        kind = TensorProto.DataType.Name(kinds[name])
+        raise InputError(f"{path}: input {name} has type {kind}; a float or double input is needed")
+    sizes = inputs.shape(name)
+    dynamic = inputs.has_dynamic_batch(name)
+    batch = 1
+    if not dynamic and len(sizes) > 1 and not inputs.batch_elsewhere(name) and not inputs.fix:
+        batch, sizes = sizes[0], (1, *sizes[1:])
+    feeds = {n: inputs.value(n) for n in inputs.fix}
+    repeated = frozenset(n for n in feeds if inputs.has_dynamic_batch(n))
+    return Entry(proto, name, sizes, dynamic, batch, feeds, repeated, notes=inputs.notes)
+
+
+def _cut(proto: ModelProto, path: str | Path, inputs: Inputs, value: str, what: str, ids: str = "") -> Entry:
+    """Let the model start at a value inside of it."""
+    front = pruned(proto, [ValueInfoProto(name=value)], None)
+    needed = {v.name for v in front.graph.input}
+    feeds = {n: inputs.value(n) for n in inputs.fix}
+    zeros = {}
+    for name in sorted(needed - set(feeds)):
+        kind = helper.tensor_dtype_to_np_dtype(inputs.values[name].type.tensor_type.elem_type)
+        zeros[name] = np.zeros(inputs.shape(name), dtype=kind)
+    batched = {n for n in needed if inputs.has_dynamic_batch(n)}
+    at = {n: v for n, v in (feeds | zeros).items() if n in needed}
+    try:
+        found = run(front, at)
+    except Exception as e:
+        raise InputError(
+            f"{path}: {value} cannot be computed ({str(e).splitlines()[0]}); start from another value"
+        ) from None
+    if found.dtype not in (np.float32, np.float64):
+        raise InputError(f"{path}: {value} holds {found.dtype}; bounds start at a float value")
+    dynamic = False
+    if batched:
+        try:
+            twice = run(front, {n: np.repeat(v, 2, 0) if n in batched else v for n, v in at.items()})
+            dynamic = twice.shape == (2 * found.shape[0], *found.shape[1:]) and found.shape[0] == 1
+        except Exception:
+            dynamic = False
+    element = TensorProto.FLOAT if found.dtype == np.float32 else TensorProto.DOUBLE
+    first = "batch" if dynamic else found.shape[0]
+    info = helper.make_tensor_value_info(value, element, [first, *found.shape[1:]])
+    rest = pruned(proto, list(proto.graph.output), info)
+    left = [v.name for v in free_inputs(rest.graph) if v.name != value]
+    unfixed = [n for n in left if n not in feeds]
+    if value not in {v.name for v in rest.graph.input}:
+        raise InputError(f"{path}: the output does not depend on {value}")
+    if unfixed:
+        raise UnsupportedModelError(
+            f"{path}: besides {value} the output depends on {', '.join(unfixed)} directly; give its "
+            f"value: --fix {unfixed[0]}=FILE.npy, or fix={{...}} in Python"
+        )
+    used = {n: v for n, v in feeds.items() if n in left}
+    notes = [f"bounds are over {value}, {what}; --input-node NAME starts elsewhere", *inputs.notes]
+    return Entry(
+        proto=rest,
+        name=value,
+        shape=tuple(found.shape),
+        dynamic=dynamic,
+        feeds=used,
+        repeated=frozenset(n for n in used if inputs.has_dynamic_batch(n)),
+        is_cut=True,
+        ids=ids,
+        ids_shape=inputs.shape(ids) if ids else (),
+        notes=notes,
+    )
+
+
+def embed(proto: ModelProto, entry: Entry, path: str | Path, ids: np.ndarray, **choices: Any) -> np.ndarray:
+    """The value behind the embedding for integers (N, *ids_shape[1:]) → (N, *shape[1:]).
+
+    Raises:
+        InputError: they do not fit, or are no indices of the embedding.
+    """
+    inputs = Inputs(path, proto.graph, choices.get("shape") or {}, choices.get("fix") or {})
+    inputs.add_usual()
+    front = pruned(proto, [ValueInfoProto(name=entry.name)], None)
+    feeds = {n: inputs.value(n) for n in inputs.fix}
+    kind = helper.tensor_dtype_to_np_dtype(inputs.values[entry.ids].type.tensor_type.elem_type)
+    if ids.shape[1:] != entry.ids_shape[1:]:
+        raise InputError(f"{path}: {entry.ids} of shape {ids.shape}; (N, *{entry.ids_shape[1:]}) is needed")
+    try:
+        return np.concatenate([run(front, {**feeds, entry.ids: row[None].astype(kind)}) for row in ids])
+    except Exception as e:
+        raise InputError(f"{path}: these {entry.ids} cannot be embedded ({str(e).splitlines()[0]})") from None

@@ -1,0 +1,186 @@
+"""onnxruntime as the judge of what a file computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor
+
+from attn_bounds.errors import InputError, UnsupportedModelError
+
+from . import simplify
+from .entry import Entry, embed, enter
+from .given import Fixed, Sizes
+
+if TYPE_CHECKING:
+    from .load import OnnxModule
+
+AGREEMENT = 1e-5  # largest difference from onnxruntime, relative to the size of the output
+
+
+def onnx_session(model: bytes | str) -> Any:
+    """An onnxruntime session with as many threads as torch has."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def reason(e: Exception) -> str:
+    """First line of what an exception says."""
+    return (str(e).splitlines() or [type(e).__name__])[0]
+
+
+class Oracle:
+    """onnxruntime on the file itself: what the model computes.
+
+    Arguments:
+        path: ONNX file.
+        shape, fix, input_node: as in `load`.
+        entry: how the model is entered, where that is known already.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        shape: Sizes | None = None,
+        fix: Fixed | None = None,
+        input_node: str | None = None,
+        entry: Entry | None = None,
+    ) -> None:
+        self.choices: dict[str, Any] = {"shape": shape, "fix": fix, "input_node": input_node}
+        self.path = path
+        if entry is None:
+            entry = enter(simplify.read(path), path, **self.choices)
+        self.entry, self.dynamic = entry, entry.dynamic
+        model = entry.proto.SerializeToString() if entry.is_cut else str(path)
+        entry.proto = onnx.ModelProto()  # the session will have the weights
+        try:
+            self.session = onnx_session(model)
+        except Exception as e:
+            raise InputError(f"{path}: onnxruntime cannot run this model ({reason(e)})") from None
+        inputs = {i.name: i for i in self.session.get_inputs()}
+        if entry.name not in inputs:
+            raise InputError(f"{path}: onnxruntime knows no input {entry.name}")
+        self.dtype = np.float64 if "double" in inputs[entry.name].type else np.float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(batch, *input) → (batch, *output); in parts where the file has a fixed batch.
+
+        Raises:
+            InputError: onnxruntime fails on a single sample.
+        """
+        array = x.detach().cpu().numpy().astype(self.dtype)
+        if self.dynamic and len(array) > 1:
+            try:
+                found = self._run(array)
+                if found.ndim > 0 and len(found) == len(array):
+                    return found
+            except Exception:  # a graph may declare a dynamic batch and then not support it
+                pass
+            self.dynamic = False
+        n = self.entry.batch
+        try:
+            if n == 1:
+                return torch.cat([self._alone(array[i : i + 1]) for i in range(len(array))])
+            padded = np.concatenate([array, np.repeat(array[-1:], -len(array) % n, 0)])
+            parts = [self._run(padded[i : i + n]) for i in range(0, len(padded), n)]
+        except Exception as e:
+            raise InputError(f"{self.path}: onnxruntime fails on this model ({reason(e)})") from None
+        if any(len(p) != n for p in parts):
+            raise InputError(f"{self.path}: its output does not have the fixed batch {n} as first dimension")
+        return torch.cat(parts)[: len(array)]
+
+    def _alone(self, array: np.ndarray) -> Tensor:
+        """One sample, (1, *output) as the module holds it."""
+        plain = len(array.shape) == len(self.entry.shape)
+        found = self._run(array if plain else array[0])
+        return found if found.ndim >= 2 and len(found) == 1 else found.unsqueeze(0)
+
+    def _run(self, array: np.ndarray) -> Tensor:
+        feeds = {self.entry.name: array, **self.entry.feeds_at(len(array) if self.dynamic else 1)}
+        return torch.from_numpy(np.asarray(self.session.run(None, feeds)[0]))
+
+    def embed(self, ids: np.ndarray) -> Tensor:
+        """The values behind the embedding, (N, *input), of integer inputs (N, …).
+
+        Raises:
+            InputError: the model takes no integers, or not these.
+        """
+        if not self.entry.ids:
+            raise InputError(f"{self.path}: the model takes real numbers, there is nothing to embed")
+        found = embed(simplify.read(self.path), self.entry, self.path, ids, **self.choices)
+        return torch.from_numpy(found.reshape(len(ids), *self.entry.shape[1:]))
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the size of b (not below 1), of what is finite in both.
+
+    inf for other shapes, and where only one is finite. (NaN in both is agreement: it is the model's own.)"""
+    finite = torch.isfinite(b)
+    if a.shape != b.shape or not torch.equal(torch.isfinite(a), finite):
+        return float("inf")
+    x, y = a[finite].double(), b[finite].double()
+    return float((x - y).abs().max() / y.abs().max().clamp(min=1.0)) if len(y) else 0.0
+
+
+def check(path: str | Path, module: OnnxModule, entry: Entry, dtype: torch.dtype, **choices: Any) -> None:
+    """Compare a loaded module with onnxruntime, and a batch with a loop over its samples.
+
+    Raises:
+        UnsupportedModelError: they differ; names the first node that does.
+        InputError: onnxruntime cannot run the file.
+    """
+    oracle = Oracle(path, entry=entry)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for batch in (1, 3) if entry.dynamic else (entry.batch,):
+            x = torch.randn((batch, *module.input_shape), generator=generator).to(dtype)
+            expected = oracle(x)
+            mine = module.with_head(module(x))
+            if mine.numel() == expected.numel():
+                mine = mine.reshape(expected.shape)
+            if difference(mine, expected) > AGREEMENT:
+                raise UnsupportedModelError(
+                    f"{path}: the loaded module does not compute what onnxruntime does at batch {batch}; "
+                    + _first_difference(path, module, x, **choices)
+                )
+        x = torch.randn((3, *module.input_shape), generator=generator).to(dtype)
+        loop = torch.cat([module(x[i : i + 1]) for i in range(3)])
+        if difference(module(x), loop) > AGREEMENT:
+            raise UnsupportedModelError(
+                f"{path}: samples of one batch influence each other; it cannot be bounded in batches"
+            )
+
+
+def _first_difference(path: str | Path, module: OnnxModule, x: Tensor, **choices: Any) -> str:
+    """Name the first node whose value differs from onnxruntime's, for an error message."""
+    entry = enter(simplify.read(path), path, **choices)
+    proto = entry.proto
+    known = {o for node in proto.graph.node for o in node.output}
+    mine = module.values(x)
+    names = [s.output for s in module.steps if s.output in known]
+    present = {o.name for o in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names if n not in present)
+    try:
+        started = onnx_session(proto.SerializeToString())
+        dtype = np.float64 if "double" in started.get_inputs()[0].type else np.float32
+        feeds = {entry.name: x.numpy().astype(dtype), **entry.feeds_at(len(x) if entry.dynamic else 1)}
+        values = started.run(names, feeds)
+    except Exception as e:
+        return f"the first node that differs could not be found ({reason(e)})"
+    producer = {s.output: s for s in module.steps}
+    for name, value in zip(names, values, strict=True):
+        expected, own = torch.from_numpy(np.asarray(value)), mine[name]
+        gap = difference(own.reshape(expected.shape) if own.numel() == expected.numel() else own, expected)
+        if gap > AGREEMENT:
+            step = producer[name]
+            return f"first node that differs: {step.op} {step.name} (by {gap:.2g}, shape {tuple(own.shape)})"
+    return "no single node differs by more than the tolerance: the error builds up by rounding; try float64"
