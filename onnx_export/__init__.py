@@ -1,6 +1,5 @@
 """ONNX in and out: load transformers as torch modules whose attention is recognised."""
 
-from .attention import Attention
 from .export import Exported, export
 from .load import ModelInfo, OnnxModule, inspect, load
 from .ops import (
@@ -12,6 +11,7 @@ from .ops import (
     l2_scores,
 )
 from .oracle import Oracle
+from .units import Attention
 
 __all__ = [
     "Attention",

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from attn_bounds.errors import InputError, UnsupportedModelError
 
 from . import simplify
-from .attention import Attention, fuse_attention
+from .attention import fuse_attention
 from .build import Builder, Step, UnsupportedNode, held
 from .entry import Entry, enter
 from .given import Fixed, Sizes, dims, free_inputs
 from .graph import opset
+from .lowering import lower
 from .oracle import check as check_module
+from .patterns import fuse_patterns
+from .units import Attention
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def _prepare(
     model = simplify.specialise(entry, path)
     version = opset(model)
     simplify.fold(model, path)
+    if lower(model):
+        simplify.fold(model, path)
     head = simplify.strip_head(model) if logits else ""
+    fuse_patterns(model)
     units, notes = fuse_attention(model) if attention == "operators" else ([], [])
     info = ModelInfo(
         path=str(path),

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .algebra import ONE, Monomial, Polynomial, parse, scalar, single
-from .graph import Builder, behind, constant, passes, reduced_axes, replace, sizes
+from .graph import Builder, behind, constant, opset, passes, reduced_axes, replace, sizes
 from .ops import DOMAIN
 
 TOLERANCE = 1e-6  # relative, of constants: what float32 files and short decimals differ by
@@ -56,7 +56,35 @@ def fuse_patterns(model: ir.Model) -> None:
             _fuse_activation(model.graph, node)
         elif node.op_type in ("Sqrt", "Pow"):
             _fuse_normalization(model.graph, node)
+        elif node.op_type == "Div":
+            _fuse_softmax(model.graph, node, opset(model))
     ir.passes.common.RemoveUnusedNodesPass()(model)
+
+
+def _fuse_softmax(graph: ir.Graph, node: ir.Node, version: int) -> None:
+    """`exp(x) / Σ exp(x)`, a maximum subtracted from x or not."""
+    top, bottom = (None if v is None else behind(v).producer() for v in node.inputs)
+    if top is None or bottom is None or top.op_type != "Exp" or bottom.op_type != "ReduceSum":
+        return
+    summed = bottom.inputs[0]
+    if summed is None or behind(summed) is not top.outputs[0] or not bottom.attributes.get_int("keepdims", 1):
+        return
+    axes, x, shape = reduced_axes(bottom), top.inputs[0], sizes(node.outputs[0])
+    if axes is None or len(axes) != 1 or x is None or shape is None:
+        return
+    if version < 13 and axes != [len(shape) - 1]:
+        return
+    shift = behind(x).producer()
+    if shift is not None and shift.op_type == "Sub" and None not in shift.inputs:
+        of, by = (behind(v) for v in shift.inputs if v is not None)
+        peak = by.producer()
+        largest = peak is not None and peak.op_type == "ReduceMax" and reduced_axes(peak) == axes
+        if peak is not None and largest and peak.inputs[0] is not None and behind(peak.inputs[0]) is of:
+            x = of
+    builder = Builder(graph, node.name or str(node.outputs[0].name), node.outputs[0].dtype)
+    new = builder.node("Softmax", [x], shape, {"axis": axes[0]})
+    builder.insert_before(node)
+    replace(node.outputs[0], new)
 
 
 def _downstream(value: ir.Value, reach: int) -> Iterator[ir.Value]:
