@@ -114,6 +114,31 @@ def _buffers_are_constants(buffers: Any) -> None:
     buffers.__init__ = init
 
 
+def _constant_factors_in_forward_mode(mul: Any) -> None:
+    """0.3 has no forward mode for products with a constant."""
+    original = mul.bound_forward
+
+    def bound_forward(self: Any, dim_in: int, x: Any, y: Any) -> Any:
+        if not self.is_constant_op:
+            return original(self, dim_in, x, y)
+        constant = 1 if self.inputs[0].perturbed else 0
+        node, bound = self.inputs[constant], (y, x)[constant]
+        value = node.forward_value if getattr(node, "forward_value", None) is not None else node.value
+        value = torch.as_tensor(value).to(bound.lb)
+        up, down = value.clamp(min=0.0), value.clamp(max=0.0)
+        # coefficients have a dimension behind the batch, which the constant may have too
+        up_w, down_w = (t.unsqueeze(1) if t.ndim == bound.lb.ndim else t for t in (up, down))
+        linear = importlib.import_module("auto_LiRPA.linear_bound").LinearBound
+        return linear(
+            up_w * bound.lw + down_w * bound.uw,
+            up * bound.lb + down * bound.ub,
+            up_w * bound.uw + down_w * bound.lw,
+            up * bound.ub + down * bound.lb,
+        )
+
+    mul.bound_forward = bound_forward
+
+
 def package() -> types.ModuleType:
     """auto_LiRPA, imported on the first call.
 
@@ -134,6 +159,7 @@ def package() -> types.ModuleType:
                 ops = importlib.import_module("auto_LiRPA.bound_ops")
                 if is_old():
                     _buffers_are_constants(ops.BoundBuffers)
+                    _constant_factors_in_forward_mode(ops.BoundMul)
             except Exception as e:
                 _package = None
                 raise ImportError(f"{HOW_TO_GET_IT}\n(importing it failed: {type(e).__name__}: {e})") from e

@@ -12,11 +12,13 @@ from torch import Tensor
 from ..errors import UnsupportedModelError
 from .activations import FUNCTIONS, SQUARE, Function, activation, leaky_relu
 from .forms import AffineForm, Groups
+from .normalization import layer_norm
 from .products import concatenate, divide, matmul, multiply, subtract
 from .softmax import softmax
 
 SCORES, WEIGHTS, AVERAGE = "BoundAttentionScores", "BoundAttentionWeights", "BoundAttentionAverage"
 L2_SCORES = "BoundL2Scores"
+NORMALIZATIONS = {"BoundLayerNorm", "BoundRMSNorm"}
 PRODUCTS = {"BoundMatMul", "RepairedMatMul"}
 SOFTMAX = {"BoundSoftmax", "RepairedSoftmax", WEIGHTS}
 
@@ -112,6 +114,8 @@ def handles(node: Any, moving: list[Any]) -> bool:
     name = kind(node)
     if _function(node) is not None:
         return all(i is node.inputs[0] for i in moving)
+    if name in NORMALIZATIONS:
+        return True
     if name in SOFTMAX:
         return name == WEIGHTS or _axis(node.axis, len(node.output_shape)) != 0
     if (whole := split_softmax(node)) is not None:
@@ -161,6 +165,8 @@ def apply(
     if (function := _function(node)) is not None:
         output, bounds[node.inputs[0].name] = activation(form(node.inputs[0]), function, groups, label)
         return output
+    if name in NORMALIZATIONS:
+        return _normalized(node, form(node.inputs[0]), groups, label, bounds)
     whole = split_softmax(node)
     if whole is not None or name in SOFTMAX:
         x, axis = whole if whole is not None else (node.inputs[0], getattr(node, "axis", -1))
@@ -204,3 +210,12 @@ def apply(
     if name in PRODUCTS or name == AVERAGE:
         return matmul(x, y, groups, label)
     raise UnsupportedModelError(f"method sensitivity has no rule for {name} at {node.name}")
+
+
+def _normalized(node: Any, x: AffineForm, groups: Groups, label: str, bounds: Bounds) -> AffineForm:
+    low, high = groups.total(groups.ranges(x.generators, x.rest), x.centre)
+    bounds[node.inputs[0].name] = x.centre + low, x.centre + high
+    shape, rank = x.centre.shape, x.centre.ndim
+    rows = x.linear(lambda t: t.flatten(rank - node.axes))
+    output = layer_norm(rows, groups, label, node.eps, node.centred)
+    return output.linear(lambda t: t.reshape(len(t), *shape[1:]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..domain.activations import ERF, FUNCTIONS, GELU, QUICK_GELU, SILU, TANH_GELU, Function, leaky_relu
 from ..domain.linear import MOVES
-from ..domain.nodes import AVERAGE, PRODUCTS, is_unit, kind, value
+from ..domain.nodes import AVERAGE, NORMALIZATIONS, PRODUCTS, is_unit, kind, value
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -22,14 +22,22 @@ EPS = torch.finfo(torch.float64).eps
 
 
 class Normalised(NamedTuple):
-    """`z / √(mean(z²) + eps)` over the last axis; LayerNorm where z is centred, RMSNorm where it is not."""
+    """`z / √(mean(z²) + eps)` over the last axes; LayerNorm where z is centred, RMSNorm where it is not.
+
+    Attributes:
+        z: the node. centre: whether its mean is yet to be taken off. axes: how many.
+    """
 
     z: Any
     eps: float
+    centre: bool = False
+    axes: int = 1
 
 
 def normalisation(node: Any) -> Normalised | None:
     """The normalisation that ends at a node, in any of the ways in which exporters write it."""
+    if kind(node) in NORMALIZATIONS:
+        return Normalised(node.inputs[0], node.eps, node.centred, node.axes)
     if kind(node) == "BoundDiv" and kind(node.inputs[1]) == "BoundSqrt":
         return _mean_square(node.inputs[0], node.inputs[1].inputs[0])
     if kind(node) != "BoundMul":

@@ -355,11 +355,20 @@ class _Pass:
         """LayerNorm or RMSNorm behind its centring (theory.md, section 6b, last line).
 
         Per token `‖f(z')−f(z)‖ ≤ min(ρ/(s − ρ/√d)₊, 2√d)`, and with it at most 3ρ/s, where the two meet."""
-        z = self._value(rule.z)
+        z, forms = self._value(rule.z), self.forms[rule.z.name]
+        z = z.flatten(z.ndim - rule.axes)
         d = z.shape[-1]
         z = z.reshape(-1, d)
+        reach = self._smallest(rule.z, forms)
+        if rule.centre:
+            z = z - z.mean(-1, keepdim=True)
+            if rule.axes == 1:
+                mean = torch.eye(d, dtype=torch.float64) - 1.0 / d
+                centred = [x for f in forms if (x := f.along(-1, mean)) is not None]
+                radii = (self._radius(f, (node.name, "centred", i)) for i, f in enumerate(centred))
+                reach = min([reach, *radii])
         s = scale(z, rule.eps)
-        rho = torch.tensor(self._smallest(rule.z, self.forms[rule.z.name]), dtype=torch.float64)
+        rho = torch.tensor(reach, dtype=torch.float64)
         alone = difference_norm(s, d, rho.expand_as(s))  # each token taking all of the radius
         slope = torch.minimum(1.0 / (s - rho / d**0.5).clamp(min=1e-300), 3.0 / s)
         slope = torch.where(s > rho / d**0.5, slope, 3.0 / s)

@@ -7,13 +7,15 @@ from typing import Any
 
 def operators() -> dict[str, Any]:
     """The operators of this package by node kind, for `custom_ops`."""
-    from . import activation, attention, input
+    from . import activation, attention, input, normalization
 
     return {
         "attn_bounds::AttentionScores": attention.BoundAttentionScores,
         "attn_bounds::L2Scores": attention.BoundL2Scores,
         "attn_bounds::AttentionWeights": attention.BoundAttentionWeights,
         "attn_bounds::AttentionAverage": attention.BoundAttentionAverage,
+        "attn_bounds::LayerNorm": normalization.BoundLayerNorm,
+        "attn_bounds::RMSNorm": normalization.BoundRMSNorm,
         "attn_bounds::Erf": activation.BoundErfFunction,
         "attn_bounds::Gelu": activation.BoundGeluFunction,
         "attn_bounds::Silu": activation.BoundSilu,

@@ -126,8 +126,8 @@ def mixed(first: Tensor, one: Planes, two: Planes, mix: Tensor | None) -> Planes
     """A convex combination of two lower planes per functional; one that is not finite gets no part.
 
     Arguments:
-        first: (spec, batch) where the first plane is the better one.
-        mix: (spec, batch) part of the other one, or None for 0.
+        first: (spec, batch), or with further dimensions of the planes, where the first one is the better one.
+        mix: (spec, batch, …) part of the other one, or None for 0.
     """
     usable = [torch.isfinite(plane[1]) for plane in (one, two)]
     part = first.to(one[1]) if mix is None else torch.where(first, 1.0 - mix, mix)
@@ -140,7 +140,7 @@ def mixed(first: Tensor, one: Planes, two: Planes, mix: Tensor | None) -> Planes
         terms = []
         for t, weight, gone in zip((a, b), weights, drop, strict=True):
             if t is not None:
-                shape = (*first.shape, *[1] * (t.ndim - 2))
+                shape = (*first.shape, *[1] * (t.ndim - first.ndim))
                 terms.append(weight.reshape(shape) * torch.where(gone.reshape(shape), 0.0, t))
         return None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
 

@@ -13,7 +13,7 @@ from attn_bounds.domain.activations import ERF, GELU, QUICK_GELU, RECIPROCAL, SI
 from attn_bounds.domain.lines import POINTS, lines_above, lines_below, member, value_range
 from onnx_export import functions
 
-from ..contract import BoundContract, Case, bounds
+from ..contract import BoundContract, Case, bounds, smallest
 from .test_attention import tensor
 
 SMOOTH = {"erf": ERF, "gelu": GELU, "tanh gelu": TANH_GELU, "silu": SILU, "quick gelu": QUICK_GELU}
@@ -149,3 +149,12 @@ def test_saturated_tails_in_float32() -> None:
         assert (low[0, :2] <= 0).all() and (low[0, :2] >= -1e-6).all() and (high[0, :2].abs() <= 1e-6).all()
         assert torch.allclose(low[0, 2:], x[0, 2:].double() - 0.5, rtol=1e-6)
         assert torch.allclose(high[0, 2:], x[0, 2:].double() + 0.5, rtol=1e-6)
+
+
+def test_lofast_is_never_violated() -> None:
+    for case in TestScalarFunctions.cases():
+        c = tensor(70, 2, case.module(case.inputs[0])[0].numel())
+        low, high = bounds(case, c, 2.0, "lofast")
+        assert (low <= smallest(case, c, 2.0) + 1e-9).all() and (
+            high >= -smallest(case, -c, 2.0) - 1e-9
+        ).all()
