@@ -110,6 +110,33 @@ Vnnlib = Annotated[
         metavar="F", rich_help_panel=_IN, help="VNN-LIB property (1.0 or 2.0), .gz or not (repeatable)."
     ),
 ]
+Shape = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=N",
+        rich_help_panel=_IN,
+        help="Size of a dynamic dimension besides the batch, like sequence=16, or of an input, like "
+        "tokens=1x16 (repeatable).",
+    ),
+]
+Fix = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        rich_help_panel=_IN,
+        help="Value of an input that bounds are not over: ones, zeros, positions, a number or a .npy file "
+        "(repeatable). What is usual for attention_mask, token_type_ids and position_ids is the default.",
+    ),
+]
+InputNode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=_IN,
+        help="Value or node inside the model where bounds start (default: the float input; behind the "
+        "embedding of an integer input, integers in --data are embedded first).",
+    ),
+]
 Norm = Annotated[
     str | None,
     typer.Option(
@@ -195,7 +222,13 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on st
 
 
 @app.command()
-def inspect(model: Model, as_json: Json = False) -> None:
+def inspect(
+    model: Model,
+    shape: Shape = None,
+    fix: Fix = None,
+    input_node: InputNode = None,
+    as_json: Json = False,
+) -> None:
     """Show shapes, recognised attention, and every node that is not supported.
 
     [bold]Example[/bold]
@@ -204,7 +237,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
     """
     from . import commands
 
-    commands.inspect(model, as_json)
+    commands.inspect(model, as_json, shape, fix, input_node)
 
 
 @app.command()
@@ -214,6 +247,9 @@ def certify(
     index: Index = None,
     count: Count = None,
     vnnlib: Vnnlib = None,
+    shape: Shape = None,
+    fix: Fix = None,
+    input_node: InputNode = None,
     norm: Norm = None,
     eps: Annotated[float | None, typer.Option(metavar="E", rich_help_panel=_SET, help=_EPS)] = None,
     clip: Clip = None,
@@ -318,6 +354,9 @@ def radius(
     index: Index = None,
     count: Count = None,
     vnnlib: Vnnlib = None,
+    shape: Shape = None,
+    fix: Fix = None,
+    input_node: InputNode = None,
     norm: Norm = None,
     clip: Clip = None,
     mean: Mean = None,
@@ -366,6 +405,9 @@ def compare(
     index: Index = None,
     count: Count = None,
     vnnlib: Vnnlib = None,
+    shape: Shape = None,
+    fix: Fix = None,
+    input_node: InputNode = None,
     norm: Norm = None,
     eps: Annotated[
         list[float] | None,
@@ -412,6 +454,9 @@ def explain(
     index: Index = None,
     count: Count = None,
     vnnlib: Vnnlib = None,
+    shape: Shape = None,
+    fix: Fix = None,
+    input_node: InputNode = None,
     norm: Norm = None,
     eps: Annotated[float | None, typer.Option(metavar="E", rich_help_panel=_SET, help=_EPS)] = None,
     clip: Clip = None,

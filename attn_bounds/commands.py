@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import onnx_export
 
-from . import inputs, report
+from . import entering, inputs, report
 from .errors import InputError
 from .jobs import Item, Jobs
 from .limits import LimitedVerifier, check_timeout
@@ -70,6 +71,9 @@ def _session(
     index: list[int] | None,
     count: int | None,
     vnnlib: list[Path] | None,
+    shape: list[str] | None,
+    fix: list[str] | None,
+    input_node: str | None,
     norm: str | None,
     clip: tuple[float, float] | None,
     mean: str | None,
@@ -102,12 +106,14 @@ def _session(
     number = inputs.parse_norm(norm or "inf")
     check_timeout(timeout)
     parse_memory(memory)
+    given = entering.choices(shape, fix, input_node)
     options: dict[str, Any] = {
         "dtype": inputs.parse_dtype(dtype),
         "device": inputs.parse_device(device),
         "mean": inputs.parse_floats("--mean", mean),
         "std": inputs.parse_floats("--std", std),
         "logits": not vnnlib,  # a property speaks of the file's own outputs
+        **given,
     }
     out = report.Output(sys.stdout, as_json)
     with contextlib.redirect_stdout(sys.stderr), inputs.quiet(threads), contextlib.ExitStack() as stack:
@@ -117,7 +123,8 @@ def _session(
         else:
             jobs = stack.enter_context(LimitedVerifier(model, timeout=timeout, memory=memory, **options))
         if data is not None:
-            items = inputs.read_data(data, jobs.input_shape, jobs.outputs, index or (), count)
+            embed = functools.partial(entering.embedded, model, given=given)
+            items = inputs.read_data(data, jobs.input_shape, jobs.outputs, index or (), count, embed)
         else:
             items = inputs.read_properties(vnnlib or (), jobs.input_shape, jobs.outputs)
         yield Session(
@@ -158,9 +165,16 @@ def _naming(item: Item) -> Iterator[None]:
         raise InputError(f"{item.key} {item.name}: {e}") from None
 
 
-def inspect(model: Path, as_json: bool) -> None:
+def inspect(
+    model: Path,
+    as_json: bool,
+    shape: list[str] | None = None,
+    fix: list[str] | None = None,
+    input_node: str | None = None,
+) -> None:
     """`attn-bounds inspect`."""
-    row = report.inspect_row(onnx_export.inspect(model, logits=True))
+    given = entering.choices(shape, fix, input_node)
+    row = report.inspect_row(onnx_export.inspect(model, logits=True, **given))
     out = report.Output(sys.stdout, as_json)
     out.add(row)
     out.show(*report.inspect_parts(row))

@@ -7,7 +7,7 @@ import math
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,14 @@ def read_data(
     outputs: int,
     indices: Sequence[int] = (),
     count: int | None = None,
+    embed: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> list[Item]:
     """Labelled inputs of an npz file with arrays `x` (N, *input_shape) and `y` (N,).
 
     Arguments:
         outputs: of the model; 1 means a binary model with labels 0 and 1.
         indices: which ones (default all), or count: the first so many.
+        embed: gives what the model takes for integers of another shape, or None where it takes no integers.
 
     Raises:
         InputError: not such a file, or it does not fit the model; names the file and the place.
@@ -56,6 +58,9 @@ def read_data(
         raise InputError(f"{path}: the npz file is damaged ({str(e).splitlines()[0]})") from None
 
     shape = tuple(input_shape)
+    if embed is not None and x.dtype.kind in "iu" and x.ndim > 0 and x.shape[1:] != shape:
+        behind = embed(x)
+        x = x if behind is None else behind
     if x.dtype.kind not in "fiu":
         raise InputError(f"{path}: x holds {x.dtype}; numbers are needed")
     if x.ndim == 0 or x.shape[1:] != shape:

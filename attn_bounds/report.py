@@ -210,6 +210,7 @@ def inspect_row(info: ModelInfo) -> Row:
         "inputs": info.inputs,
         "outputs": info.outputs,
         "attention": units,
+        "chosen": info.chosen,
         "unsupported": [{"op": u.op, "node": u.node, "why": u.why} for u in info.unsupported],
         "head": info.head,
         "sha256": info.sha256,
@@ -327,6 +328,8 @@ def inspect_parts(row: Row) -> list[Table | Text | str]:
 
     lines = Text(f"{row['model']}: opset {row['opset']}\n")
     lines.append(f"input   {shapes(row['inputs'])}\noutput  {shapes(row['outputs'])}")
+    for note in row["chosen"]:
+        lines.append(f"\n{note}")
     if row["head"]:
         lines.append(f"\nends in {row['head']}; bounds are those of the logits before it")
     parts: list[Table | Text | str] = [lines]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class Verifier:
             not suffice, and says so. A limit that is enforced, for every method, is `LimitedVerifier`'s.
         boundary: a counterexample may lie exactly on the boundary of rows that are not strict, as the
             formula says; else it must be beyond it.
+        shape, fix, input_node: of a file, as in `onnx_export.load`.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -83,6 +84,9 @@ class Verifier:
         relaxation: str = "lse",
         memory: str | float | None = None,
         boundary: bool = False,
+        shape: Mapping[str, int | Sequence[int]] | None = None,
+        fix: Mapping[str, Any] | None = None,
+        input_node: str | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise InputError(f"dtype {dtype} is not supported; use float32 or float64")
@@ -93,23 +97,24 @@ class Verifier:
             logits,
         )
         self.memory, self.boundary = parse_memory(memory), boundary
+        self._choices: dict[str, Any] = {"shape": shape, "fix": fix, "input_node": input_node}
         self.oracle: Any = None
         self.head = self.model_sha256 = ""
         self.path: Path | None = None
         if isinstance(model, nn.Module):
-            shape: Any = getattr(model, "input_shape", None) if input_shape is None else input_shape
-            if shape is None:
+            own: Any = getattr(model, "input_shape", None) if input_shape is None else input_shape
+            if own is None:
                 raise InputError("a torch module needs input_shape, the shape of one input without the batch")
             self._module: nn.Module = model
-            self.input_shape = tuple(shape)
+            self.input_shape = tuple(own)
         else:
             import onnx_export
 
             self.path = Path(model)
-            loaded = onnx_export.load(self.path, dtype=dtype, logits=logits)
+            loaded = onnx_export.load(self.path, dtype=dtype, logits=logits, **self._choices)
             self._module, self.input_shape = loaded, loaded.input_shape
             self.head, self.model_sha256 = loaded.info.head, loaded.info.sha256
-            self.oracle = onnx_export.Oracle(self.path)
+            self.oracle = onnx_export.Oracle(self.path, **self._choices)
         self._scaling = (mean, std) if mean is not None or std is not None else None
         self.module = self._wrap(self._module)
         with torch.no_grad():
@@ -185,7 +190,12 @@ class Verifier:
                 import onnx_export
 
                 module = onnx_export.load(
-                    self.path, dtype=self.dtype, attention="decomposed", logits=self.logits, check=False
+                    self.path,
+                    dtype=self.dtype,
+                    attention="decomposed",
+                    logits=self.logits,
+                    check=False,
+                    **self._choices,
                 )
             wrapped = self.module if module is self._module else self._wrap(module)
             example = torch.zeros((1, *self.input_shape), dtype=self.dtype, device=self.device)
