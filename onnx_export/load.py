@@ -124,7 +124,7 @@ def _prepare(
     model = simplify.specialise(entry, path)
     version = opset(model)
     simplify.fold(model, path)
-    if lower(model):
+    while lower(model):  # a second time where shapes were known only after the first
         simplify.fold(model, path)
     head = simplify.strip_head(model) if logits else ""
     fuse_patterns(model)

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes import common
 from onnxscript import optimizer
 from onnxscript.rewriter import rewrite
 from onnxscript.rewriter.rules.common import (
     dropout_inference_rule,
+    no_op_cast_rule,
+    no_op_expand_rule,
     no_op_transpose_rule,
+    reshape_reshape_rule,
     transpose_transpose_rule,
+    unsqueeze_unsqueeze_rule,
 )
 
 from attn_bounds.errors import InputError
@@ -24,6 +29,17 @@ from .graph import opset
 from .rebatch import rebatch
 
 FOLD_LIMIT = 50_000_000  # elements; folding must never stop short of a shape or a class token
+ROUNDS = 4  # of folding and rewriting
+# rules that change no value at all: onnxscript's own set takes x + 1e-8 and x · 1.00001 for x
+EXACT_RULES = [
+    dropout_inference_rule,
+    no_op_cast_rule,
+    no_op_expand_rule,
+    no_op_transpose_rule,
+    reshape_reshape_rule,
+    transpose_transpose_rule,
+    unsqueeze_unsqueeze_rule,
+]
 
 
 def read(path: str | Path) -> onnx.ModelProto:
@@ -89,15 +105,27 @@ def fold(model: ir.Model, path: str | Path) -> None:
         InputError: the graph contradicts itself.
     """
     try:
-        optimizer.optimize_ir(
-            model,
-            num_iterations=4,
-            input_size_limit=FOLD_LIMIT,
-            output_size_limit=FOLD_LIMIT,
-            # by default kept to save space, and with it the shape of a class token expanded to the batch
-            should_fold=lambda node: True if node.op_type == "ConstantOfShape" else None,
-        )
-        rewrite(model, [transpose_transpose_rule, no_op_transpose_rule, dropout_inference_rule])
+        common.InlinePass()(model)
+        for _ in range(ROUNDS):
+            folded = optimizer.fold_constants(
+                model,
+                onnx_shape_inference=True,
+                input_size_limit=FOLD_LIMIT,
+                output_size_limit=FOLD_LIMIT,
+                # by default kept to save space, and with it the shape of a class token expanded to the batch
+                should_fold=lambda node: True if node.op_type == "ConstantOfShape" else None,
+            )
+            rewrite(model, EXACT_RULES)
+            if not folded.modified:
+                break
+        ir.passes.Sequential(
+            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            common.LiftSubgraphInitializersToMainGraphPass(),
+            common.CommonSubexpressionEliminationPass(),
+            common.RemoveUnusedNodesPass(),
+            common.OutputFixPass(),
+            common.NameFixPass(),
+        )(model)
     except Exception as e:
         raise InputError(f"{path}: the graph cannot be simplified ({type(e).__name__}: {e})") from None
 
