@@ -393,7 +393,8 @@ class BoundAttentionAverage(BoundOperator):
         bias = centre - loss - (on_s * local.scores[0]).flatten(2).sum(-1)
         coefficients: list[Tensor | None] = [on_s.to(a).reshape(spec, batch, *s.output_shape[1:]), None, None]
         if v.perturbed:
-            coefficients[2] = fit(on_v.to(a).reshape(spec, batch, -1, *on_v.shape[-2:]), v)
+            heads = (-1,) if len(v.output_shape) > 3 else ()  # one head needs no axis of its own
+            coefficients[2] = fit(on_v.to(a).reshape(spec, batch, *heads, *on_v.shape[-2:]), v)
             bias = bias - (on_v * values).flatten(2).sum(-1)
         return coefficients, bias.to(a), loss.to(a)
 

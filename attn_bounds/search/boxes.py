@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..properties import InputSet, Specification
+from .branch import usable
 
 if TYPE_CHECKING:
     from ..verifier import Verifier
@@ -55,8 +56,13 @@ class InputBoxes:
     @staticmethod
     def applies(inputs: InputSet) -> bool:
         """Whether few enough entries move."""
+        return inputs.norm in (2, math.inf) and 0 < InputBoxes.axes(inputs) <= MAX_AXES
+
+    @staticmethod
+    def axes(inputs: InputSet) -> int:
+        """Number of entries that move."""
         lower, upper = _bounding_box(inputs)
-        return inputs.norm in (2, math.inf) and 0 < int((upper > lower).sum()) <= MAX_AXES
+        return int((upper > lower).sum())
 
     def parts(self) -> list[Box]:
         return [self.whole]
@@ -71,7 +77,7 @@ class InputBoxes:
         best, scores = None, []
         for method in self.methods:
             begin = time.perf_counter()
-            rows = self.verifier.row_bounds(boxes, specs, method).nan_to_num(nan=-math.inf)
+            rows = usable(self.verifier.row_bounds(boxes, specs, method))
             seconds = time.perf_counter() - begin
             scores.append((float(self.spec.margin(rows).clamp(min=-1e6).mean()), seconds, method))
             best = rows if best is None else torch.maximum(best, rows)

@@ -21,6 +21,7 @@ from ..properties import Specification
 Part = TypeVar("Part")
 
 FIRST_BATCH, LARGEST_BATCH = 8, 512
+HOPELESS = 64  # parts without any bound (NaN or infinite) after which it ends
 BATCH_SECONDS = 0.5  # batches of parts grow while they take less than this
 
 
@@ -63,6 +64,11 @@ class Outcome:
     why: str = ""
 
 
+def usable(rows: Tensor) -> Tensor:
+    """Lower bounds with -inf for those that are NaN or infinite of either sign: they say nothing."""
+    return torch.where(rows.isfinite(), rows, -math.inf)
+
+
 class Search(Generic[Part]):
     """One search, which can be asked for what is known so far.
 
@@ -81,6 +87,7 @@ class Search(Generic[Part]):
         self.done: Tensor | None = None  # smallest bounds of verified parts, per row
         self.done_margin = math.inf
         self.bounded = 0
+        self.finite = False  # whether any part had a bound
         self._count = itertools.count()
 
     def run(self, report: Callable[[Outcome], None] | None = None) -> Outcome:
@@ -96,6 +103,8 @@ class Search(Generic[Part]):
                     report(self.outcome())
             if not self.heap:
                 return self.outcome("parts cannot be cut further" if self.stuck else "")
+            if self.bounded >= HOPELESS and not self.finite:
+                return self.outcome("the bounds of all parts are NaN or infinite")
             if time.perf_counter() >= self.deadline or self.bounded >= self.budget:
                 return self.outcome(f"{len(self.heap) + len(self.stuck)} parts left")
             worst = [heapq.heappop(self.heap) for _ in range(min(size, len(self.heap)))]
@@ -114,9 +123,10 @@ class Search(Generic[Part]):
                 size = min(2 * size, LARGEST_BATCH)
 
     def _sort_in(self, part: Part, rows: Tensor) -> None:
-        """Among the verified, or into the queue; a bound that is NaN verifies nothing."""
-        known = rows.nan_to_num(nan=-math.inf)
+        """Among the verified, or into the queue."""
+        known = usable(rows)
         margin = float(self.spec.margin(known))
+        self.finite |= math.isfinite(margin)
         if margin > 0:
             self.done = known if self.done is None else torch.minimum(self.done, known)
             self.done_margin = min(self.done_margin, margin)
@@ -125,9 +135,11 @@ class Search(Generic[Part]):
 
     def outcome(self, why: str = "", counterexample: Tensor | None = None) -> Outcome:
         """What is known now."""
-        rows = [*([] if self.done is None else [self.done]), *(e[3] for e in self.heap), *self.stuck]
+        left = [*(e[3] for e in self.heap), *self.stuck]
+        rows = left if self.done is None else [self.done, *left]
         margins = torch.stack(rows).amin(0) if rows else None
-        margin = min([self.done_margin, *(float(self.spec.margin(r)) for r in rows)], default=-math.inf)
+        # not that of `margins`: each part may have another row of a group above zero
+        margin = min([self.done_margin, *(float(self.spec.margin(r)) for r in left)])
         if margins is not None and not bool(margins.isfinite().all()):
             margins = None
         return Outcome(margins, margin, counterexample, self.bounded, len(self.heap) + len(self.stuck), why)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 BOXES = 4096  # parts of the input set that are bounded where there is no time limit
 SHARE = 0.5  # of the time left that the bounds of the whole set may take where it can be cut into parts
+FEW = 6  # entries that move, up to which parts of the set are worth more than tight bounds of the whole
 SPLIT_METHODS = ("ibp", "sensitivity", "crown")  # of bounds on parts, cheap to tight
 
 Report = Callable[[Certificate], None]
@@ -79,12 +80,15 @@ def prove(
         """One case, within what is left of the time."""
         parts = split and InputBoxes.applies(inputs)
         left = None if time_limit is None else max(0.0, deadline - time.perf_counter())
+        job = dict(options)
+        if parts and method == "auto" and InputBoxes.axes(inputs) <= FEW:
+            job["method"] = next(m for m in ("sensitivity", "crown") if m in verifier.stages("auto"))
         first = verifier.certify_set(
             inputs,
             spec,
             attack=attack,
             report=told,
-            **options,
+            **job,
             time_limit=left if left is None or not parts else SHARE * left,
         )
         if first.status != "unknown" or not parts or time.perf_counter() >= deadline:
