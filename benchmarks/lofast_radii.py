@@ -16,33 +16,30 @@ import math
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from l2_margin import DATA, ROOT, _load
+from shared_vits import DATA, RESULTS, ROOT, load, names
 
 METHODS = "lofast,lofast-paper,sensitivity,crown"
 
 
 def _cases(models: list[str], count: int) -> list[str]:
-    names = [f"digits_{i}" for i in range(count)] if "digits" in models else []
+    cases = [f"digits_{i}" for i in range(count)] if "digits" in models else []
     if DATA.is_dir():
-        lines = (DATA / "instances.csv").read_text().split()
-        found = [Path(line.split(",")[1]).name.split(".")[0] for line in lines]
         for m in models:
-            names += [n for n in found if n.startswith(m)][:count]
-    return names
+            cases += names(m)[:count]
+    return cases
 
 
 def _open(name: str) -> tuple[Any, Any, Any]:
-    if not name.startswith("digits"):
-        return _load(name, 1)
     import numpy as np
     import torch
 
     from attn_bounds import Verifier
 
     torch.set_num_threads(1)
+    if not name.startswith("digits"):
+        return load(name)
     verifier = Verifier(ROOT / "examples" / "digits_vit.onnx")
     with np.load(ROOT / "examples" / "digits_test.npz") as data:
         i = int(name.split("_")[1])
@@ -196,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     from attn_bounds import lirpa
 
-    out = ROOT / "benchmarks" / "results" / f"lofast_radii-{lirpa.version()}.json"
+    out = RESULTS / f"lofast_radii-{lirpa.version()}.json"
     known: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"commands": [], "rows": []}
     rows = known["rows"]
     command = "python benchmarks/lofast_radii.py " + " ".join(sys.argv[1:])
