@@ -27,7 +27,8 @@ from layers import random_layer
 
 from attn_bounds.kronecker import dense_size_for
 from attn_bounds.report import progress
-from attn_bounds.sensitivity.key import PAPER, AttentionLayer, key_sensitivity, layer_bound
+from attn_bounds.sensitivity.key import key_sensitivity, layer_bound
+from attn_bounds.sensitivity.layer import PAPER, AttentionLayer
 
 # what varies, the sizes it takes, and those of the rest
 AXES: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (

@@ -46,8 +46,9 @@ from torch import Tensor
 from attn_bounds.kronecker import naive_sum_upper
 from attn_bounds.report import progress
 from attn_bounds.sensitivity import baselines
-from attn_bounds.sensitivity.key import PAPER, AttentionLayer, key_sensitivity, layer_bound
+from attn_bounds.sensitivity.key import key_sensitivity, layer_bound
 from attn_bounds.sensitivity.l2_attention import L2SelfAttention
+from attn_bounds.sensitivity.layer import PAPER, AttentionLayer
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results"

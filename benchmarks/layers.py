@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_bounds.sensitivity.key import AttentionLayer
 from attn_bounds.sensitivity.l2_attention import L2SelfAttention
+from attn_bounds.sensitivity.layer import AttentionLayer
 from onnx_export import OnnxModule, load
 from onnx_export.load import Step
 

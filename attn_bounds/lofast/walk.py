@@ -30,7 +30,9 @@ from torch import Tensor
 from .. import lirpa
 from ..domain.nodes import AVERAGE, SCORES, is_unit, kind, value
 from ..errors import InputError, UnsupportedModelError
-from ..sensitivity.key import PAPER, AttentionLayer, Improvements, Moves, Parts, layer_bound, layer_parts
+from ..sensitivity.heads import Moves
+from ..sensitivity.key import Parts, layer_bound, layer_parts
+from ..sensitivity.layer import PAPER, AttentionLayer, Improvements
 from ..sensitivity.normalization import difference_norm, scale
 from .forms import GROW, Anchor, Form, Term, added, fresh, product
 from .linear import (

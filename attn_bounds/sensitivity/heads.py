@@ -73,7 +73,7 @@ class Heads(NamedTuple):
         whole: (…, H), bound of `‖ΔP_h‖_F`. rows: (…, H, n), of `‖ΔP_h,r‖`.
         group, members: sets of keys that rows see; see `key._row_groups`.
         rounding: relative, of products. moves, tied: what is perturbed.
-        centre_values, centre_keys: as `key.Improvements`.
+        centre_values, centre_keys: as `layer.Improvements`.
     """
 
     c: Tensor

@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 
 from attn_bounds.sensitivity import heads
-from attn_bounds.sensitivity.key import (
-    PAPER,
-    AttentionLayer,
-    Improvements,
-    Moves,
-    key_sensitivity,
-    layer_bound,
-)
+from attn_bounds.sensitivity.heads import Moves
+from attn_bounds.sensitivity.key import key_sensitivity, layer_bound
+from attn_bounds.sensitivity.layer import PAPER, AttentionLayer, Improvements
 
 F64 = torch.float64
 RADII = [1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
