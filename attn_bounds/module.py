@@ -27,7 +27,7 @@ from .lirpa import (
 )
 from .lofast import LOFAST_METHODS
 from .lofast import compute_bounds as lofast_bounds
-from .operators import operators
+from .operators import operators, replacements
 from .operators.base import BoundOperator
 from .operators.input import BehindInputBox
 from .operators.repairs import repairs
@@ -106,7 +106,7 @@ class BoundedModule(LirpaModule):
     """
 
     OPTIMIZE = lirpa.OPTIMIZE
-    OWN_ALPHA = True
+    OWN_OPERATORS = True
     _running = False
 
     def __init__(
@@ -121,6 +121,8 @@ class BoundedModule(LirpaModule):
         replaced, repaired = repairs()
         opts = {**lirpa.OPTIONS, **copy.deepcopy(bound_opts or {})}
         opts["optimize_bound_args"] = {**self.OPTIMIZE, **opts.get("optimize_bound_args", {})}
+        if self.OWN_OPERATORS:
+            replaced = {**replaced, **replacements()}
         ops = {**replaced, **operators(), **(custom_ops or {})}
         example = global_input[0] if isinstance(global_input, (tuple, list)) else global_input
         if device == "auto":
@@ -134,7 +136,7 @@ class BoundedModule(LirpaModule):
                 super().__init__(BehindInputBox(model).eval(), global_input, opts, device, verbose, ops)
         for part, mode in modes.items():  # `model.train` would set them all alike
             part.training = mode
-        if self.OWN_ALPHA:
+        if self.OWN_OPERATORS:
             self._constant_factors_need_no_bounds()
         self.store = NodeStore()
         self.repaired = repaired
@@ -228,7 +230,7 @@ class BoundedModule(LirpaModule):
                     return lofast_bounds(self, name, x, C, **kwargs)
                 if name in ALPHA_METHODS:
                     if (
-                        self.OWN_ALPHA
+                        self.OWN_OPERATORS
                         and kwargs.get("final_node_name") is None
                         and x is not None
                         and not args
@@ -449,4 +451,4 @@ class StockModule(BoundedModule):
     """
 
     OPTIMIZE = lirpa.STOCK_OPTIMIZE
-    OWN_ALPHA = False
+    OWN_OPERATORS = False

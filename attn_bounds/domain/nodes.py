@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
+from ..sensitivity.softmax import finite_mask
 from .activations import FUNCTIONS, SQUARE, Function, activation, leaky_relu
 from .forms import AffineForm, Groups
 from .normalization import layer_norm
@@ -190,7 +191,7 @@ def apply(
 
                 scores = scores + squares.linear(spread)
         if len(node.inputs) > 2:
-            mask = value(node.inputs[2]).to(scores.centre)
+            mask = finite_mask(value(node.inputs[2])).to(scores.centre)
             scores = AffineForm(scores.centre + mask, scores.generators)
         return scores
     if name == "BoundDiv":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
+from ..sensitivity.softmax import finite_mask
 from . import nodes as rules_of
 from .attention import Local, attention
 from .boxes import with_symbols
@@ -331,7 +332,7 @@ class Domain:
         scores_node, weights_node, value_node = node.inputs
         query, key = scores_node.inputs[:2]
         rank = len(scores_node.output_shape)
-        mask = _value(scores_node.inputs[2]) if len(scores_node.inputs) > 2 else None
+        mask = finite_mask(_value(scores_node.inputs[2])) if len(scores_node.inputs) > 2 else None
         given = {n.name: self._form(n, forms, groups, rank) for n in (query, key, value_node)}
         q, k, v = (_as_heads(given[n.name]) for n in (query, key, value_node))
         distance = _kind(scores_node) == L2_SCORES

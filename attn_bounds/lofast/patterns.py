@@ -171,7 +171,7 @@ LIPSCHITZ = {
     "BoundGelu": float(GELU.slope(torch.tensor(math.sqrt(2.0), dtype=torch.float64))),  # 1.1289
 }
 SMOOTH = (ERF, GELU, TANH_GELU, SILU, QUICK_GELU)  # what operators of ours compute
-SATURATING = {"BoundTanh": "tanh", "BoundErf": "erf", "BoundErfFunction": "erf", "BoundSigmoid": "sigmoid"}
+SATURATING = {"BoundTanh": "tanh", "BoundErf": "erf", "BoundSigmoid": "sigmoid"}
 
 
 def activation(node: Any) -> Activation | None:

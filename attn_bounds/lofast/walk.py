@@ -34,6 +34,7 @@ from ..sensitivity.heads import Moves
 from ..sensitivity.key import Parts, layer_bound, layer_parts
 from ..sensitivity.layer import PAPER, AttentionLayer, Improvements
 from ..sensitivity.normalization import difference_norm, scale
+from ..sensitivity.softmax import finite_mask
 from .forms import GROW, Anchor, Form, Term, added, fresh, product
 from .linear import (
     LINEAR_NODES,
@@ -413,7 +414,7 @@ class _Pass:
         w_o = torch.eye(h * dv, dtype=torch.float64) if w_o is None else w_o
         mask = None
         if len(scores.inputs) > 2:
-            mask = self._value(scores.inputs[2])
+            mask = finite_mask(self._value(scores.inputs[2]))
             while mask.ndim > 3 or (mask.ndim == 3 and mask.shape[0] == 1):
                 if mask.shape[0] != 1:
                     raise gap(scores)

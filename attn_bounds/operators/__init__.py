@@ -16,9 +16,22 @@ def operators() -> dict[str, Any]:
         "attn_bounds::AttentionAverage": attention.BoundAttentionAverage,
         "attn_bounds::LayerNorm": normalization.BoundLayerNorm,
         "attn_bounds::RMSNorm": normalization.BoundRMSNorm,
-        "attn_bounds::Erf": activation.BoundErfFunction,
-        "attn_bounds::Gelu": activation.BoundGeluFunction,
+        "attn_bounds::Erf": activation.BoundErf,
+        "attn_bounds::Gelu": activation.BoundGelu,
         "attn_bounds::Silu": activation.BoundSilu,
         "attn_bounds::QuickGelu": activation.BoundQuickGelu,
         input.KIND: input.BoundInputBox,
+    }
+
+
+def replacements() -> dict[str, Any]:
+    """Operators in the place of auto_LiRPA's own, which lack something or are wrong on some version."""
+    from . import activation, attention
+
+    return {
+        "onnx::Erf": activation.BoundErf,
+        "onnx::Gelu": activation.BoundGelu,
+        "onnx::Reciprocal": activation.BoundReciprocal,
+        "onnx::Softmax": attention.BoundSoftmax,
+        "onnx::Sqrt": activation.BoundSqrt,
     }

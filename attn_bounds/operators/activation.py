@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..domain.activations import ERF, GELU, QUICK_GELU, RECIPROCAL, SILU, TANH_GELU, Function
+from ..domain.activations import (
+    ERF,
+    FUNCTIONS,
+    GELU,
+    QUICK_GELU,
+    RECIPROCAL,
+    SILU,
+    TANH_GELU,
+    Function,
+)
 from ..domain.lines import POINTS, Lines, lines_above, lines_below, member, value_range
 from ..lirpa import LinearBound
 from .base import BoundOperator, forward_bounds, node_box
@@ -75,7 +84,7 @@ class BoundScalar(BoundOperator):
         return LinearBound(new_lw, new_lb, new_uw, new_ub)
 
 
-class BoundErfFunction(BoundScalar):
+class BoundErf(BoundScalar):
     """erf."""
 
     function = ERF
@@ -84,7 +93,7 @@ class BoundErfFunction(BoundScalar):
         return torch.erf(x)
 
 
-class BoundGeluFunction(BoundScalar):
+class BoundGelu(BoundScalar):
     """GELU, by the error function or by tanh."""
 
     def __init__(self, attr: Any, inputs: Any, output_index: int, options: Any) -> None:
@@ -109,7 +118,13 @@ class BoundQuickGelu(BoundScalar):
     function = QUICK_GELU
 
 
-class BoundReciprocalFunction(BoundScalar):
-    """`1/x`; where x may be 0 the bounds are NaN, that is, unknown."""
+class BoundReciprocal(BoundScalar):
+    """`1/x`; where x may be 0 the bounds are NaN: unknown. auto_LiRPA's own is for positive x only."""
 
     function = RECIPROCAL
+
+
+class BoundSqrt(BoundScalar):
+    """`√x`; where x may be negative the bounds are NaN. The upper line of 0.3 has the slope of `1/√x`."""
+
+    function = FUNCTIONS["BoundSqrt"]

@@ -34,6 +34,7 @@ from ..sensitivity.distance import (
 from ..sensitivity.softmax import (
     FULLY_MASKED,
     average_range,
+    finite_mask,
     key_lower_plane,
     log_probability_box,
     probability_box,
@@ -91,13 +92,13 @@ class BoundAttentionScores(BoundOperator):
         if mask is not None and bool((mask.amax(-1) <= FULLY_MASKED).any()):
             raise InputError("the mask of an attention excludes every key of some query")
         scores = self._scores(q, k)
-        return scores if mask is None else scores + mask
+        return scores if mask is None else scores + finite_mask(mask)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         return self.scale * (q @ k.mT)
 
     def _mask(self) -> Tensor | None:
-        return node_box(self.inputs[2])[0] if len(self.inputs) > 2 else None
+        return finite_mask(node_box(self.inputs[2])[0]) if len(self.inputs) > 2 else None
 
     def alpha_shape(self) -> tuple[int, ...]:
         return tuple(self.output_shape[1:])
@@ -115,7 +116,8 @@ class BoundAttentionScores(BoundOperator):
         else:
             lower, upper = product_range(q_l, q_u, k_l, k_u)
         if len(v) > 2:
-            lower, upper = lower + v[2][0], upper + v[2][0]
+            mask = finite_mask(v[2][0])
+            lower, upper = lower + mask, upper + mask
         return lower, upper
 
     def lower_plane(
@@ -197,7 +199,8 @@ class BoundL2Scores(BoundAttentionScores):
         ends = distance_range(q_l, q_u, k_l, k_u, self.same)
         lower, upper = (-self.scale * t for t in (ends[::-1] if self.scale >= 0 else ends))
         if len(v) > 2:
-            lower, upper = lower + v[2][0], upper + v[2][0]
+            mask = finite_mask(v[2][0])
+            lower, upper = lower + mask, upper + mask
         return lower, upper
 
     def lower_plane(
@@ -270,20 +273,29 @@ class BoundAttentionWeights(BoundOperator):
     def forward(self, s: Tensor) -> Tensor:
         return torch.softmax(s, -1)
 
+    def _rows(self, t: Tensor) -> Tensor:
+        """A tensor of the node's shape, other dimensions in front, with what softmax runs over as last."""
+        return t
+
+    def _back(self, t: Tensor) -> Tensor:
+        """Undoes `_rows`."""
+        return t
+
     def is_linear(self) -> bool:
         return not self.inputs[0].perturbed
 
     def alpha_shape(self) -> tuple[int, ...]:
-        shape = tuple(self.output_shape[1:])
+        shape = tuple(self._rows(torch.empty(self.output_shape[1:], device="meta").unsqueeze(0)).shape[1:])
         return (*shape[:-1], shape[-1] + 1)  # tangent point per key, and the row's shift
 
     def interval_propagate(self, *v: Any) -> tuple[Tensor, Tensor]:
-        return probability_box(*v[0][:2])
+        low, high = probability_box(*(self._rows(t) for t in v[0][:2]))
+        return self._back(low), self._back(high)
 
     def lower_plane(
         self, a: Tensor, alpha: Tensor | None, mix: Tensor | None
     ) -> tuple[list[Tensor | None], Tensor]:
-        lower, upper = node_box(self.inputs[0])
+        lower, upper = (self._rows(t) for t in node_box(self.inputs[0]))
         box = log_probability_box(lower, upper)
         shift: Tensor | float = 0.0
         if alpha is None:
@@ -291,12 +303,15 @@ class BoundAttentionWeights(BoundOperator):
         else:
             centre = lower + alpha[..., :-1] * (upper - lower)
             planes, shift = softmax_planes(lower, upper, centre, box), 0.2 * alpha[..., -1:] - 0.1
-        plane = weights_lower_plane(a, planes, shift)
-        return [fit(plane.scores, self.inputs[0])], plane.bias
+        plane = weights_lower_plane(self._rows(a), planes, shift)
+        return [fit(self._back(plane.scores), self.inputs[0])], plane.bias
 
     def bound_forward(self, dim_in: int, *x: Any) -> Any:
-        planes = softmax_planes(*node_box(self.inputs[0]))
-        lw, uw, lb, ub = forward_bounds(self.inputs[0], x[0], len(self.output_shape))
+        lower, upper = (self._rows(t) for t in node_box(self.inputs[0]))
+        planes = softmax_planes(lower, upper)
+        lw, uw, *given = forward_bounds(self.inputs[0], x[0], len(self.output_shape))
+        lw, uw = (None if t is None else self._rows(t) for t in (lw, uw))
+        lb, ub = self._rows(given[0]), self._rows(given[1])
 
         def combine(own: Tensor, factor: Tensor, row: Tensor, low: Tensor, high: Tensor) -> Tensor:
             # own_k s_k − factor_k Σ_j row_j s_j, from below; row and factor are not negative
@@ -316,9 +331,32 @@ class BoundAttentionWeights(BoundOperator):
 
         new_lb = combine(*low_args, lb, ub) - at_centre(*low_args) + p.low
         new_ub = combine(*high_args, ub, lb) - at_centre(*high_args) + p.high
-        new_lw = None if lw is None else combine(*lifted(low_args), lw, uw)
-        new_uw = None if uw is None else combine(*lifted(high_args), uw, lw)
-        return LinearBound(new_lw, new_lb, new_uw, new_ub)
+        new_lw = None if lw is None or uw is None else combine(*lifted(low_args), lw, uw)
+        new_uw = None if lw is None or uw is None else combine(*lifted(high_args), uw, lw)
+        new = (None if t is None else self._back(t) for t in (new_lw, new_lb, new_uw, new_ub))
+        return LinearBound(*new)
+
+
+class BoundSoftmax(BoundAttentionWeights):
+    """A softmax outside attention, over any axis but the batch's."""
+
+    def __init__(self, attr: Any, inputs: Any, output_index: int, options: Any) -> None:
+        super().__init__(attr, inputs, output_index, options)
+        self.axis = int(attr["axis"])
+
+    def forward(self, s: Tensor) -> Tensor:
+        if self.axis % s.ndim == 0:
+            raise InputError("a softmax over the batch has no bounds")
+        self.last = self.axis if self.axis < 0 else self.axis - s.ndim  # counted from the end
+        self.single = s.ndim == 2
+        return torch.softmax(s, self.axis)
+
+    def _rows(self, t: Tensor) -> Tensor:
+        t = t.movedim(self.last, -1)
+        return t.unsqueeze(-2) if self.single else t
+
+    def _back(self, t: Tensor) -> Tensor:
+        return (t.squeeze(-2) if self.single else t).movedim(-1, self.last)
 
 
 class BoundAttentionAverage(BoundOperator):

@@ -12,13 +12,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import InputError
+
 # With every key of a query masked so far float32 forgets the scores, and the result depends on the dtype.
 FULLY_MASKED = -1e4
+# What −inf in a mask becomes: e to this power is 0 in every precision, and 0 times it is not NaN.
+MASKED = -1e9
 ROUNDING = 16.0  # units in the last place granted to one short chain of operations
 
 
 def _ulp(x: Tensor, factor: float = ROUNDING) -> float:
     return factor * torch.finfo(x.dtype).eps
+
+
+def finite_mask(mask: Tensor) -> Tensor:
+    """An additive mask that excludes the same keys and holds no −inf.
+
+    Raises:
+        InputError: +inf or NaN, which no mask can mean.
+    """
+    if bool((mask.isnan() | (mask == torch.inf)).any()):
+        raise InputError("an attention mask holds +inf or NaN; 0 keeps a key and -inf excludes it")
+    return mask.clamp(min=MASKED)
 
 
 def log_sum_exp_of_others(x: Tensor) -> Tensor:
