@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import math
-import re
-import zlib
 from pathlib import Path
 
 from .errors import InputError
 from .properties import Property, Variable
 from .vnnlib_cases import Constraints
-
-_VERSION_2 = re.compile(r"\s*(?:;[^\n]*(?:\n\s*|\Z))*\(\s*(?:vnnlib-version|declare-network)\b")
+from .vnnlib_tree import is_version_2, read_text
 
 
 def read_vnnlib(
@@ -33,10 +29,10 @@ def read_vnnlib(
     Raises InputError that names file and line for what cannot be read or is not supported: an input without a
     bound or in a constraint with other variables, a non-linear term (but for one l2 ball over the inputs in a
     2.0 file), a property of another model."""
-    text = _read_text(path)
+    text = read_text(path)
     reader: Constraints
     declared: tuple[tuple[Variable, ...], tuple[Variable, ...]] = ((), ())
-    if _VERSION_2.match(text):
+    if is_version_2(text):
         from . import vnnlib2  # its package is not needed for 1.0
 
         reader = vnnlib2.Reader(path, text)
@@ -63,20 +59,6 @@ def read_vnnlib(
 
 def _shapes(variables: tuple[Variable, ...]) -> str:
     return f" ({', '.join(f'{v.name} {list(v.shape)}' for v in variables)})" if variables else ""
-
-
-def _read_text(path: str | Path) -> str:
-    try:
-        data = Path(path).read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return data.decode()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}: the gzip data is damaged ({error})") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is neither text nor gzip; give a .vnnlib or .vnnlib.gz file") from error
 
 
 def _stem(path: str | Path) -> str:

@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from .errors import InputError
-from .vnnlib_cases import MAX_DEPTH, Constraints, Formula, Terms, add
+from .vnnlib_cases import Constraints, Formula, Terms, add
+from .vnnlib_tree import MAX_DEPTH
 
 _SKIP = r"\s*(?:;[^\n]*(?:\n\s*|\Z))*"  # white space and comments
 _INDEX = r"(?:0|[1-9][0-9]*)"

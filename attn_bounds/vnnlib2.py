@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import re
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import vnnlib  # the package, not the module of that name here
 
 from .errors import InputError
 from .properties import Variable
-from .vnnlib_cases import MAX_DEPTH, Ball, Constraints, Formula, Terms
+from .vnnlib_cases import Ball, Constraints, Formula, Terms
+from .vnnlib_tree import line_of, parse
 
 # the words of the standard for the types that can be read, by the package's names
 _TYPES = {"Real": "real", "F32": "float32", "F64": "float64"}
@@ -39,14 +37,7 @@ class Reader(Constraints):
 
     def __init__(self, path: object, text: str) -> None:
         super().__init__(path)
-        deep = _too_deep(text)  # the package's parser overflows the stack
-        if deep:
-            self.fail(deep, f"brackets are nested more than {MAX_DEPTH} deep")
-        try:
-            # it takes no comment on the last line that does not end
-            query = vnnlib.parse_query_string(text + "\n")
-        except vnnlib.VNNLibException as error:
-            raise InputError(f"{path}{_reason(str(error))}") from None
+        query = parse(path, text)
         if len(query.networks) != 1:
             names = ", ".join(n.name for n in query.networks)
             raise InputError(f"{path}: {len(query.networks)} networks ({names}); only one can be verified")
@@ -113,8 +104,8 @@ class Reader(Constraints):
             parts = [self._formula(argument) for argument in node.args]
             if isinstance(node, vnnlib.Or):
                 return list(itertools.chain(*parts))
-            return self.conjunction(parts, _line(node))
-        sign, at = _SIGNS[type(node)], _line(node)
+            return self.conjunction(parts, line_of(node))
+        sign, at = _SIGNS[type(node)], line_of(node)
         left, right = self._polynomial(node.lhs), self._polynomial(node.rhs)
         degree = max(map(len, [*left, *right]), default=0)
         if degree > 1:
@@ -178,23 +169,8 @@ class Reader(Constraints):
         for factor in values[1:]:
             result = _combine(result, factor, 1) if isinstance(node, vnnlib.Plus) else _times(result, factor)
             if any(len(m) > 2 for m in result):
-                self.fail(_line(node), "a product of three variables; only linear constraints can be read")
+                self.fail(line_of(node), "a product of three variables; only linear constraints can be read")
         return result
-
-
-def _too_deep(text: str) -> int:
-    """The line at which brackets are nested too deep, 0 if they are not."""
-    data = np.frombuffer(re.sub(r";[^\n]*", "", text).encode(), dtype=np.uint8)
-    depth = np.cumsum((data == ord("(")).astype(int) - (data == ord(")")))
-    over = np.flatnonzero(depth > MAX_DEPTH)
-    return int((data[: over[0]] == ord("\n")).sum()) + 1 if len(over) else 0
-
-
-def _line(node: Any) -> int:
-    """Line of the first variable or number below a node; the package gives lines to these only."""
-    while not hasattr(node, "line"):
-        node = node.children()[0]
-    return int(node.line)
 
 
 def _linear(p: Polynomial) -> Terms:
@@ -215,14 +191,3 @@ def _times(a: Polynomial, b: Polynomial) -> Polynomial:
         key = tuple(sorted(m + n))
         result[key] = result.get(key, Fraction(0)) + x * y
     return result
-
-
-def _reason(message: str) -> str:
-    """`:line: reason` from the package's message, which is JSON for what is wrong after parsing."""
-    try:
-        first = json.loads(message)["errors"][0]
-        text = f"{first['message']}: {first['offendingSymbol']}. {first['hint']}"
-        return f":{first['line']}: {text}"
-    except (ValueError, KeyError, IndexError, TypeError):
-        place = re.search(r"line (\d+)", message)
-        return f"{':' + place[1] if place else ''}: {' '.join(message.split())}"

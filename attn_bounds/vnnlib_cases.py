@@ -20,7 +20,6 @@ from .errors import InputError
 from .properties import InputSet, Specification
 
 MAX_BRANCHES = 20_000  # branches of the disjunctive normal form of one VNN-LIB file
-MAX_DEPTH = 100  # nesting of brackets in a VNN-LIB file
 STRICT = 1e-6  # part of the radius that counterexamples stay away from the boundary of an open l2 ball
 
 Case = tuple[InputSet, Specification]
