@@ -152,7 +152,7 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The part of an exporter's message that says what went wrong, in one line."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
@@ -198,4 +198,4 @@ def run(
         with silent(), plain_operators(), plain_attention(plain), torch.no_grad():
             torch.onnx.export(model, example.args, str(file), kwargs=example.kwargs, **options)
     except Exception as e:
-        raise ExporterError(_reason(e)) from e
+        raise ExporterError(reason(e)) from e
