@@ -492,6 +492,66 @@ def explain(
     commands.explain(**options)
 
 
+@app.command()
+def export(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT:FACTORY",
+            help="SCRIPT.py or package.module, and a function in it that takes no arguments and returns a "
+            "torch module, or (module, example).",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="File to write; an old one is replaced.")],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,C",
+            help="Shape of one input without the batch, where FACTORY returns no example (one per input).",
+        ),
+    ] = None,
+    opset: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Version of the operators (default: 18; op23: 23).")
+    ] = None,
+    attention: Annotated[
+        str,
+        typer.Option(
+            metavar="decomposed|op23",
+            help="Attention as products and a Softmax, or as the standard operator Attention.",
+        ),
+    ] = "decomposed",
+    exporter: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|dynamo|torchscript",
+            help="torch's exporter: dynamo (opset 18 and later), torchscript (9 to 20); auto tries both.",
+        ),
+    ] = "auto",
+    dynamic_batch: Annotated[
+        bool, typer.Option("--dynamic-batch/--fixed-batch", help="Any number of samples, or the example's.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Write a torch module as an ONNX file, compared with it in onnxruntime.
+
+    Attention may be torch's own (nn.MultiheadAttention, scaled_dot_product_attention,
+    nn.TransformerEncoder) or written out. Nothing is written unless onnxruntime agrees
+    with the module to 1e-5; then it says whether the file can be certified.
+
+    Exit code: 0 written, 2 not.
+
+    [bold]Examples[/bold]
+
+    attn-bounds export model.py:make vit.onnx --shape 3,32,32
+
+    attn-bounds export my.package.models:tiny_bert bert.onnx --attention op23 --json
+    """
+    options = locals()
+    from . import commands
+
+    commands.export(**options)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import onnx_export
 
-from . import entering, inputs, report
+from . import entering, factories, inputs, inspection, report
 from .errors import InputError
 from .jobs import Item, Jobs
 from .limits import LimitedVerifier, check_timeout
@@ -174,10 +174,39 @@ def inspect(
 ) -> None:
     """`attn-bounds inspect`."""
     given = entering.choices(shape, fix, input_node)
-    row = report.inspect_row(onnx_export.inspect(model, logits=True, **given))
+    row = inspection.inspect_row(onnx_export.inspect(model, logits=True, **given))
     out = report.Output(sys.stdout, as_json)
     out.add(row)
-    out.show(*report.inspect_parts(row))
+    out.show(*inspection.inspect_parts(row))
+
+
+def export(
+    *,
+    factory: str,
+    out: Path,
+    shape: list[str] | None,
+    opset: int | None,
+    attention: str,
+    exporter: str,
+    dynamic_batch: bool,
+    as_json: bool,
+) -> None:
+    """`attn-bounds export`."""
+    output = report.Output(sys.stdout, as_json)
+    with contextlib.redirect_stdout(sys.stderr), inputs.quiet(None):  # the user's code may print
+        model, example = factories.make(factory, shape or ())
+        done = onnx_export.export(
+            model,
+            example,
+            out,
+            opset=opset,
+            attention=attention,
+            exporter=exporter,
+            dynamic_batch=dynamic_batch,
+        )
+    row = done.as_dict()
+    output.add(row)
+    output.show(*inspection.export_parts(row))
 
 
 def certify(*, eps: float | None, method: str, attack: bool, batch: int, **options: Any) -> int:

@@ -17,8 +17,6 @@ from rich.text import Text
 from .plain import json_line
 
 if TYPE_CHECKING:
-    from onnx_export import ModelInfo
-
     from .jobs import Item
     from .results import Certificate, Explanation, Radius
 
@@ -137,7 +135,7 @@ def explain_row(item: Item, e: Explanation, against: int | None, eps: float | No
 def explain_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
     """A column per error set, a line per input."""
     labels = list(dict.fromkeys(s["set"] for r in rows for s in r["shares"]))
-    table = _table(title, "input", "against", "centre", "margin ≥", *labels, left=("input",))
+    table = new_table(title, "input", "against", "centre", "margin ≥", *labels, left=("input",))
     for r in rows:
         loss = {s["set"]: s["loss"] for s in r["shares"]}
         cells = [_number(r["centre"]), _number(r["margin"]), *(_number(loss.get(k)) for k in labels)]
@@ -190,38 +188,11 @@ def explain_plot(path: str, title: str, rows: Sequence[Row]) -> None:
         plt.close(figure)
 
 
-def inspect_row(info: ModelInfo) -> Row:
-    """The object that `inspect` prints."""
-    units = [
-        {
-            "name": a.name,
-            "heads": a.heads,
-            "queries": a.queries,
-            "keys": a.keys,
-            "head_dim": a.head_dim,
-            "value_dim": a.value_dim,
-            "masked": a.masked,
-        }
-        for a in info.attention
-    ]
-    return {
-        "model": info.path,
-        "opset": info.opset,
-        "inputs": info.inputs,
-        "outputs": info.outputs,
-        "attention": units,
-        "chosen": info.chosen,
-        "unsupported": [{"op": u.op, "node": u.node, "why": u.why} for u in info.unsupported],
-        "head": info.head,
-        "sha256": info.sha256,
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------
 # tables
 
 
-def _table(title: str, *columns: str, left: Sequence[str] = ()) -> Table:
+def new_table(title: str, *columns: str, left: Sequence[str] = ()) -> Table:
     table = Table(title=Text(title), title_justify="left", title_style="bold")
     for name in columns:
         words = name == "reason" or name in left
@@ -266,7 +237,7 @@ def _item_table(title: str, rows: Sequence[Row], cells: dict[str, list[Any]]) ->
     columns["seconds"] = [f"{r['seconds']:.2f}" for r in rows]
     if any(r["reason"] for r in rows):
         columns["reason"] = [r["reason"] for r in rows]
-    table = _table(title, *columns, left=("input", "status", "by"))
+    table = new_table(title, *columns, left=("input", "status", "by"))
     for values in zip(*columns.values(), strict=True):
         table.add_row(*values)
     return table
@@ -280,7 +251,7 @@ def compare_table(
     Arguments:
         words: which auto_LiRPA the stock methods are, for the line below the table.
     """
-    table = _table(
+    table = new_table(
         title, "eps", "method", "certified", "falsified", "mean margin ≥", "difference", "s/input", "ratio",
         left=("method",),
     )  # fmt: skip
@@ -318,37 +289,3 @@ def compare_table(
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def inspect_parts(row: Row) -> list[Table | Text | str]:
-    """Shapes, attention units, and what is not supported."""
-
-    def shapes(values: dict[str, list[int | str]]) -> str:
-        return ", ".join(f"{name} ({', '.join(map(str, dims))})" for name, dims in values.items())
-
-    lines = Text(f"{row['model']}: opset {row['opset']}\n")
-    lines.append(f"input   {shapes(row['inputs'])}\noutput  {shapes(row['outputs'])}")
-    for note in row["chosen"]:
-        lines.append(f"\n{note}")
-    if row["head"]:
-        lines.append(f"\nends in {row['head']}; bounds are those of the logits before it")
-    parts: list[Table | Text | str] = [lines]
-    names = ("heads", "queries", "keys", "head_dim", "value_dim", "masked")
-    if row["attention"]:
-        table = _table(f"attention: {len(row['attention'])} units", "name", *names, left=("name",))
-        for a in row["attention"]:
-            cells = [str(a[n]) for n in names[:-1]]
-            table.add_row(a["name"], *cells, "yes" if a["masked"] else "no")
-        parts.append(table)
-    else:
-        parts.append("no attention found")
-    if row["unsupported"]:
-        table = _table(
-            f"not supported: {len(row['unsupported'])} nodes", "op", "node", "why", left=("op", "node", "why")
-        )
-        for u in row["unsupported"]:
-            table.add_row(u["op"], u["node"], u["why"])
-        parts.append(table)
-    else:
-        parts.append("every node is supported")
-    return parts

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attn_bounds.errors import InputError
 
@@ -63,6 +63,7 @@ class _Request:
     example: Arguments
     inputs: list[str]
     outputs: list[str]
+    shapes: list[list[int | str]]  # of the outputs
     opset: int
     attention: str
     exporter: str
@@ -115,12 +116,14 @@ def export(
     path = Path(path)
     given = Arguments.of(model, example)
     with tracing.in_eval_mode(model):
-        outputs = list(given.call(model))
+        outputs = given.call(model)
+        other = given.resized(given.batch + 1).call(model) if dynamic_batch else outputs
         request = _Request(
             model,
             given,
             _renamed("input", list(given.tensors), input_names),
-            _renamed("output", outputs, output_names),
+            _renamed("output", list(outputs), output_names),
+            [_dims(a, b) for a, b in zip(outputs.values(), other.values(), strict=True)],
             _check_options(path, opset, attention, exporter),
             attention,
             exporter,
@@ -138,6 +141,11 @@ def export(
         except OSError as e:
             raise InputError(f"{path}: cannot be written ({e.strerror or e})") from None
     return result
+
+
+def _dims(a: Tensor, b: Tensor) -> list[int | str]:
+    """The shape of an output, from what it is at two batch sizes."""
+    return [m if m == n else "batch" for m, n in zip(a.shape, b.shape, strict=True)]
 
 
 def _check_options(path: Path, opset: int | None, attention: str, exporter: str) -> int:
@@ -209,8 +217,10 @@ def _write(request: _Request, file: Path) -> str:
 
 
 def _finish(request: _Request, file: Path) -> None:
-    """Bring attention into the wanted form, and the version to what was asked for."""
+    """Bring attention into the wanted form, and see that version and shapes are as they should be."""
     model = ir.load(file)
+    for value, shape in zip(model.graph.outputs, request.shapes, strict=True):
+        value.shape = ir.Shape(shape)
     version = model.opset_imports.get("", 1)
     if version != request.opset:
         raise tracing.ExporterError(f"torch wrote opset {version} instead")

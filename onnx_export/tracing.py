@@ -74,16 +74,30 @@ def _plain_attention(
     return torch.softmax(scores, -1) @ value
 
 
+def _attention_of_heads(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with an axis of heads, without which torch knows no Attention node."""
+    if query.ndim != 3:
+        return _SDPA(query, key, value, attn_mask, *args, **kwargs)
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unsqueeze(1)
+    q, k, v = (t.unsqueeze(1) for t in (query, key, value))
+    return _SDPA(q, k, v, attn_mask, *args, **kwargs).squeeze(1)
+
+
+_SDPA = F.scaled_dot_product_attention
+
+
 @contextlib.contextmanager
 def plain_attention(wanted: bool) -> Iterator[None]:
     """`F.scaled_dot_product_attention`, also inside torch's own layers, as products and a softmax.
 
     torch's exporters need opset 14 for it, scale both operands by a root of the scale, and from opset 23 on
-    write an Attention node.
+    write an Attention node. Where that is wanted, the function stays one.
     """
     saved = F.scaled_dot_product_attention
-    if wanted:
-        F.scaled_dot_product_attention = _plain_attention
+    F.scaled_dot_product_attention = _plain_attention if wanted else _attention_of_heads
     try:
         yield
     finally:
