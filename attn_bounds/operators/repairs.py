@@ -59,6 +59,14 @@ class RepairedSoftmax(BoundSoftmax):
         return (own, own, planes.weights), bias
 
 
+def _constant(node: Any) -> Any:
+    """Value of a node that does not move."""
+    for name in ("forward_value", "value"):
+        if (known := getattr(node, name, None)) is not None:
+            return known
+    return node.forward(*map(_constant, node.inputs))
+
+
 class RepairedMatMul(BoundMatMul):
     """0.3 hands functionals of a final product to `interval_propagate`, which does not take them, and cannot
     start a backward pass at a product of rank 3."""
@@ -70,6 +78,9 @@ class RepairedMatMul(BoundMatMul):
             spec, batch, *shape = a.shape  # an identity that 0.3 keeps abstract
             return torch.eye(spec, device=a.device).reshape(spec, 1, *shape).expand(spec, batch, *shape)
 
+        for node in x:  # it reads a weight as bounds, which a transposed one has only if somebody asked
+            if not node.perturbed and getattr(node, "lower", None) is None:
+                node.lower = node.upper = _constant(node)
         return super().bound_backward(dense(last_lA), dense(last_uA), *x, **kwargs)
 
     def interval_propagate(self, *v: Any, C: Tensor | None = None, **kwargs: Any) -> Any:

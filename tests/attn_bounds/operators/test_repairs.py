@@ -105,3 +105,19 @@ def test_buffers_do_not_mix_the_samples_of_a_batch() -> None:
         for i in range(2)
     ]
     assert torch.allclose(both[0], torch.cat(each), atol=1e-12)
+
+
+def test_linear_layers_on_tokens() -> None:
+    """0.3 makes a product with a transposed weight of them, and reads the weight as bounds of a node."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).double()
+    case = Case("tokens", model, [rand(1, 2, 3, 4)], [0], 0.3)
+    c = rand(2, 3, 6)
+    for kind in (StockModule, BoundedModule):
+        graph = kind(Flat(case.module, 6), case.inputs[0])
+        functionals = c.expand(2, 3, 6).contiguous()
+        low, _ = graph.compute_bounds(
+            x=bounded_inputs(case, 2.0, torch.float64), C=functionals, method="CROWN"
+        )
+        found = smallest(case, c, 2.0)
+        assert (low <= found + 1e-9).all() and (low >= found - 3.0).all()
