@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from .plain import json_line
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .results import Certificate, Explanation, Radius
 
 Row = dict[str, Any]
+Printed = Table | Tree | Text | str
 STYLES = {"verified": "green", "falsified": "red", "unknown": "yellow"}
 BASELINE = "stock-crown"
 WIDE = 120  # columns when stdout is no terminal
@@ -42,7 +44,7 @@ class Output:
         if self.as_json:
             print(json_line(row), file=self.file, flush=True)
 
-    def show(self, *parts: Table | Text | str) -> None:
+    def show(self, *parts: Printed) -> None:
         """Print tables and text, unless it is JSON that is wanted."""
         if self.as_json:
             return
@@ -132,7 +134,7 @@ def explain_row(item: Item, e: Explanation, against: int | None, eps: float | No
     }
 
 
-def explain_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
+def explain_table(title: str, rows: Sequence[Row]) -> list[Printed]:
     """A column per error set, a line per input."""
     labels = list(dict.fromkeys(s["set"] for r in rows for s in r["shares"]))
     table = new_table(title, "input", "against", "centre", "margin ≥", *labels, left=("input",))
@@ -204,7 +206,7 @@ def _number(value: float | None, digits: int = 4) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
 
-def certify_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
+def certify_table(title: str, rows: Sequence[Row]) -> list[Printed]:
     """A line per input, and a count of the outcomes."""
     cells: dict[str, list[Any]] = {
         "status": [Text(r["status"], STYLES[r["status"]]) for r in rows],
@@ -216,7 +218,7 @@ def certify_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
     return [_item_table(title, rows, cells), f"{words}; {sum(r['seconds'] for r in rows):.1f} s"]
 
 
-def radius_table(title: str, rows: Sequence[Row]) -> list[Table | Text | str]:
+def radius_table(title: str, rows: Sequence[Row]) -> list[Printed]:
     """A line per input, and the mean radius."""
     cells: dict[str, list[Any]] = {
         "radius ≥": [_number(r["radius"]) for r in rows],
@@ -243,9 +245,7 @@ def _item_table(title: str, rows: Sequence[Row], cells: dict[str, list[Any]]) ->
     return table
 
 
-def compare_table(
-    title: str, rows: Sequence[Row], methods: Sequence[str], words: str
-) -> list[Table | Text | str]:
+def compare_table(title: str, rows: Sequence[Row], methods: Sequence[str], words: str) -> list[Printed]:
     """A line per eps and method: counts, mean margin bound and seconds, also relative to `stock-crown`.
 
     Arguments:

@@ -102,7 +102,7 @@ def judge(path: Path, seconds_for: dict[str, float] | None = None) -> dict[str, 
 
 
 def difference(path: Path, verifier: Verifier) -> float | None:
-    """Largest difference from onnxruntime at batch 1 and 3, relative to the outputs; None for token numbers."""
+    """Largest difference from onnxruntime at batch 1 and 3, relative to the outputs; None for integers."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     wanted = session.get_inputs()[0]
     if "int" in wanted.type:

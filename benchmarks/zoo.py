@@ -152,8 +152,9 @@ def _config(kind: str, **options: Any) -> Any:
     import transformers
 
     sizes: dict[str, Any] = {
-        "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_labels": CLASSES,
+        "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
         "intermediate_size": 2 * WIDTH, "vocab_size": 40, "max_position_embeddings": 24,
+        "num_labels": CLASSES,
     }  # fmt: skip
     if kind in ("ViT", "DeiT"):
         sizes |= {"image_size": IMAGE[1], "patch_size": 4, "num_channels": 3}

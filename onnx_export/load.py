@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .graph import opset
 from .lowering import lower
 from .oracle import check as check_module
 from .patterns import fuse_patterns
+from .structure import Structure, structure
 from .units import Attention
 
 
@@ -39,6 +40,7 @@ class ModelInfo:
     notes: list[str] = field(default_factory=list)  # what was not recognised, and why
     chosen: list[str] = field(default_factory=list)  # how inputs were chosen
     head: str = ""  # final Softmax, ArgMax, … that was taken off: the module returns the logits before it
+    structure: Structure = field(default_factory=Structure)
 
 
 class OnnxModule(nn.Module):
@@ -145,6 +147,8 @@ def _prepare(
     builder = Builder(module, dtype, version)
     builder.add_all(model)
     info.unsupported.extend(builder.failed)
+    parts = structure(model, units, [u.node for u in builder.failed])
+    module.info = info = replace(info, structure=parts)
     value_out = model.graph.outputs[0]
     module.input_name, module.output_name = entry.name, str(value_out.name)
     module.input_shape = held(entry.shape)[1:]

@@ -226,14 +226,19 @@ def test_inspect(files: Files, tmp_path: Path) -> None:
     assert row["inputs"] == {"image": ["batch", 1, 8, 8]} and row["outputs"] == {"logits": ["batch", 10]}
     assert len(row["attention"]) == 2 and row["unsupported"] == []
     unit = row["attention"][0]
-    assert set(unit) == {"name", "heads", "queries", "keys", "head_dim", "value_dim", "masked"}
+    assert set(unit) >= {"name", "heads", "queries", "keys", "head_dim", "value_dim", "masked", "scale"}
     assert unit["heads"] * unit["head_dim"] == 32 and unit["queries"] == unit["keys"] == 5
+    assert [[p["kind"] for p in block] for block in row["structure"]["blocks"]] == [["attention", "mlp"]] * 2
+    tree = run("inspect", DIGITS, code=0).stdout
+    for line in ("blocks 1 to 2, each: ", "attention: (batch, 5, 32), 2 heads of 16, 5 tokens", "residual"):
+        assert line in tree
     assert "no attention found" in run("inspect", files.model, code=0).stdout
     weight, bias = weights(3, 4)
     model = linear_model(tmp_path / "u.onnx", weight, bias, unsupported=("Sin", "Cos"))
     (row,) = rows("inspect", model)
     assert [u["op"] for u in row["unsupported"]] == ["Sin", "Cos"] and row["unsupported"][0]["node"] == "sin"
-    assert all(op in run("inspect", model, code=0).stdout for op in ("Sin", "Cos", "not supported: 2"))
+    text = run("inspect", model, code=0).stdout
+    assert all(word in text for word in ("Sin", "Cos", "not supported: 2", "not supported: sin", "GELU"))
     argmax = linear_model(tmp_path / "a.onnx", weight, bias, head="ArgMax")
     (row,) = rows("inspect", argmax)
     assert row["head"] == "ArgMax" and row["unsupported"] == []
