@@ -6,10 +6,14 @@ Imports no torch: the clock runs from the first moment, and the verdict is writt
 from __future__ import annotations
 
 import contextlib
+import gzip
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -63,8 +67,7 @@ def verify(
     deadline = None  # for the child
     if timeout is not None and left is not None:
         deadline = time.time() + left - (RESERVE[0] * timeout + RESERVE[1])
-    job = {
-        "model": str(model),
+    job: dict[str, Any] = {
         "vnnlib": str(vnnlib),
         "name": name,
         "deadline": deadline,
@@ -74,8 +77,34 @@ def verify(
         "boundary": boundary,
         "options": options,
     }
-    last = Answer(name, "unknown", reason="nothing was computed")
-    child = Child("attn_bounds.search.worker:work", job, memory=limit)
+    with tempfile.TemporaryDirectory(prefix="attn-bounds-") as folder:
+        job["model"] = _unpacked(model, folder)
+        answer = _watch(job, left, timeout)
+    if answer.status == "unknown" and deadline is not None and time.time() >= deadline:
+        answer = replace(answer, status="timeout")
+    return replace(answer, seconds=time.monotonic() - started)
+
+
+def _unpacked(model: str | Path, folder: str) -> str:
+    """The model's path, that of an unpacked copy in the folder for a file compressed with gzip."""
+    try:
+        with open(model, "rb") as file:
+            if file.read(2) != b"\x1f\x8b":
+                return str(model)
+        path = Path(folder) / Path(model).name.removesuffix(".gz")
+        with gzip.open(model) as source, open(path, "wb") as target:
+            shutil.copyfileobj(source, target)
+        return str(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise InputError(f"{model}: the gzip data is damaged ({e})") from None
+    except OSError as e:
+        raise InputError(f"{model}: cannot be read ({e.strerror or e})") from None
+
+
+def _watch(job: dict[str, Any], left: float | None, timeout: float | None) -> Answer:
+    """Run the job in a child; what it had found when it ended or was ended."""
+    last = Answer(job["name"], "unknown", reason="nothing was computed")
+    child = Child("attn_bounds.search.worker:work", job, memory=job["memory"])
     try:
         for kind, answer in child.messages(left):
             last = answer
@@ -84,34 +113,37 @@ def verify(
     except Stopped as stop:
         for _, answer in child.kill():
             last = answer if isinstance(answer, Answer) else last
+        why = str(stop)
+        status = "unknown" if "memory" in why else "error"
+        if "time limit" in why:
+            status, why = "timeout", f"time limit of {timeout:g} s passed"
         if last.status == "unknown":
-            status = (
-                "unknown" if "memory" in str(stop) else "timeout" if "time limit" in str(stop) else "error"
-            )
-            last = replace(last, status=status, reason=str(stop))
+            last = replace(last, status=status, reason=why)
     except AttnBoundsError:
         raise
     except (RuntimeError, ImportError) as e:
         last = replace(last, status="error", reason=str(e))
     finally:
         child.kill()
-    if last.status == "unknown" and deadline is not None and time.time() >= deadline:
-        last = replace(last, status="timeout")
-    return replace(last, seconds=time.monotonic() - started)
+    return last
 
 
 @contextlib.contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise `Ended` in here; after that they are ignored, so that the answer gets out."""
+def ending_on_signals() -> Iterator[Callable[[], None]]:
+    """SIGTERM and SIGINT raise `Ended` in here, once or until the function that it yields is called; then
+    they are ignored, so that the answer gets out."""
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def ignore() -> None:
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, signal.SIG_IGN)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ignore()
         raise Ended(signal.Signals(number).name)
 
     saved = {s: signal.signal(s, end) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield ignore
     finally:
         for s, handler in saved.items():
             signal.signal(s, handler)
@@ -124,27 +156,27 @@ def run(
 
     0 for any verdict, 1 for an internal error, 2 for bad input or an unwritable results file, 128 and the
     signal's number when a signal ended it."""
-    code = 0
     name = vnnlib.name.removesuffix(".gz").removesuffix(".vnnlib")
-    try:
-        with ending_on_signals():
-            answer = verify(model, vnnlib, started=started, **options)
-        code = 1 if answer.status == "error" else 0
-    except InputError as e:
-        answer, code = Answer(name, "error", reason=str(e)), 2
-    except Ended as e:
-        answer = Answer(name, "unknown", reason=f"ended by {e}")
-        code = 128 + signal.Signals[str(e)].value
-    if not answer.seconds:
-        answer = replace(answer, seconds=time.monotonic() - started)
-    print(json_line(answer.row()) if as_json else answer.text(), flush=True)
-    if answer.status == "error":
-        print(f"attn-bounds: {' '.join(answer.reason.split())}", file=sys.stderr)
-    if results_file is not None:
+    with ending_on_signals() as ignore:
         try:
-            answer.save(results_file)
-        except OSError as e:
-            reason = e.strerror or str(e)
-            print(f"attn-bounds: {results_file}: cannot be written ({reason})", file=sys.stderr)
-            code = code or 2
+            answer = verify(model, vnnlib, started=started, **options)
+            ignore()
+            code = 1 if answer.status == "error" else 0
+        except InputError as e:
+            answer, code = Answer(name, "error", reason=str(e)), 2
+        except Ended as e:
+            answer = Answer(name, "unknown", reason=f"ended by {e}")
+            code = 128 + signal.Signals[str(e)].value
+        if not answer.seconds:
+            answer = replace(answer, seconds=time.monotonic() - started)
+        print(json_line(answer.row()) if as_json else answer.text(), flush=True)
+        if answer.status == "error":
+            print(f"attn-bounds: {' '.join(answer.reason.split())}", file=sys.stderr)
+        if results_file is not None:
+            try:
+                answer.save(results_file)
+            except OSError as e:
+                reason = e.strerror or str(e)
+                print(f"attn-bounds: {results_file}: cannot be written ({reason})", file=sys.stderr)
+                code = code or 2
     return code

@@ -56,9 +56,8 @@ def verify(job: dict[str, Any], report: Callable[[Answer], None]) -> Answer:
     if job["threads"] is not None:
         torch.set_num_threads(job["threads"])
     dtype = torch.float64 if job["dtype"] == "float64" else torch.float32
-    verifier = Verifier(
-        job["model"], logits=False, dtype=dtype, memory=job["memory"], boundary=job["boundary"]
-    )
+    options = {"logits": False, "dtype": dtype, "memory": job["memory"], "boundary": job["boundary"]}
+    verifier = Verifier(job["model"], **options)
     prop = read_vnnlib(job["vnnlib"], verifier.input_shape, verifier.outputs)
     declared = tuple((v.name, v.type, v.shape) for v in (*prop.inputs, *prop.outputs))
 
