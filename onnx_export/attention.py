@@ -82,23 +82,25 @@ def _trace_scores(node: ir.Node, axis: int) -> Scores:
             raise NoUnit(_between(source))
         query, key = source.inputs
         assert query is not None and key is not None
-        if constant(query) is not None or constant(key) is not None:
-            raise NoUnit(_mixing(source))
+        # queries or keys that are learned are fine; a constant that mixes scores is not
+        if any(constant(v) is not None for v in (query, key)) and _mixes_scores(source):
+            raise NoUnit(_between(source))
         return Scores(
             query, key, False, "dot", factor, mask, steps, axis, source.name or str(source.outputs[0].name)
         )
 
 
 def _between(node: ir.Node) -> str:
+    """What stands between a product and a softmax, in words."""
     if node.op_type == "Tanh":
         return "the scores are capped by Tanh (softcap) before it"
-    if node.op_type in ("Conv", "Einsum"):
-        return _mixing(node)
+    if node.op_type in ("MatMul", "Einsum", "Conv") and _mixes_scores(node):
+        return f"{node.op_type} {node.name} mixes the heads between scores and softmax (talking heads)"
     return f"its input comes from {node.op_type} {node.name}, which is no product of queries and keys"
 
 
-def _mixing(node: ir.Node) -> str:
-    """Reason for a linear map in front of a softmax: of scores (talking heads), or of anything else."""
+def _mixes_scores(node: ir.Node) -> bool:
+    """Whether a linear map is one of the product of two values."""
     todo: list[ir.Value | None] = list(node.inputs)
     seen: set[int] = set()
     while todo and len(seen) < 40:
@@ -108,10 +110,10 @@ def _mixing(node: ir.Node) -> str:
             continue
         seen.add(id(source))
         if source.op_type == "MatMul" and all(constant(v) is None for v in source.inputs):
-            return f"{node.op_type} {node.name} mixes the heads between scores and softmax (talking heads)"
+            return True
         if source.op_type in (*views.RESHAPES, "Transpose", "Mul", "Div", "Add", "Where"):
             todo.extend(source.inputs)
-    return "its input is a linear map, no product of queries and keys"
+    return False
 
 
 def _trace_average(value: ir.Value, steps: list[Step], guarded: bool, depth: int = 12) -> Average:

@@ -194,6 +194,18 @@ class Layer(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2).mean(1))
 
 
+class Learned(Layer):
+    """Queries, or keys, that are weights of the model."""
+
+    def __init__(self, queries: bool) -> None:
+        super().__init__(sdp)
+        self.queries, self.learned = queries, nn.Parameter(torch.randn(1, HEADS, 3, WIDTH))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return (self.learned, k, v) if self.queries else (q, self.learned, v[:, :, :3])
+
+
 class Torch(nn.Module):
     """`nn.MultiheadAttention` in a layer of its own."""
 
@@ -214,6 +226,8 @@ MODULES: dict[str, Case] = {
     "select": (lambda: Layer(sdp, "select"), {}),
     "index": (lambda: Layer(sdp, "index"), {}),
     "split": (lambda: Layer(sdp, "split"), {}),
+    "learned queries": (lambda: Learned(True), {"queries": 3}),
+    "learned keys": (lambda: Learned(False), {"keys": 3}),
     "MultiheadAttention": (lambda: Torch(False, True), {}),
     "MultiheadAttention with weights": (lambda: Torch(True, True), {}),
     "MultiheadAttention, sequence first": (lambda: Torch(True, False, MASK), {"masked": True}),
