@@ -66,20 +66,26 @@ class Lowering(Builder):
     def ints(self, values: Sequence[int]) -> ir.Value:
         return self.constant(np.array(values, dtype=np.int64), "ints")
 
-    def mean(self, x: ir.Value, axis: int = -1) -> ir.Value:
+    def mean(self, x: ir.Value, axes: Sequence[int] = (-1,)) -> ir.Value:
         if self.version >= 18:
-            return self.op("ReduceMean", x, self.ints([axis]), keepdims=1)
-        return self.op("ReduceMean", x, axes=[axis], keepdims=1)
+            return self.op("ReduceMean", x, self.ints(axes), keepdims=1)
+        return self.op("ReduceMean", x, axes=list(axes), keepdims=1)
 
     def cut(self, x: ir.Value, start: int, end: int, axis: int) -> ir.Value:
         return self.op("Slice", x, *(self.ints([v]) for v in (start, end, axis)))
 
     def norm(
-        self, x: ir.Value, gain: ir.Value | None, bias: ir.Value | None, eps: float, centred: bool
+        self,
+        x: ir.Value,
+        gain: ir.Value | None,
+        bias: ir.Value | None,
+        eps: float,
+        centred: bool,
+        axes: Sequence[int] = (-1,),
     ) -> ir.Value:
-        """Layer or RMS normalisation over the last axis."""
-        d = self.op("Sub", x, self.mean(x)) if centred else x
-        y = self.op("Div", d, self.op("Sqrt", self.op("Add", self.mean(self.op("Mul", d, d)), eps)))
+        """Layer or RMS normalisation over the last axes."""
+        d = self.op("Sub", x, self.mean(x, axes)) if centred else x
+        y = self.op("Div", d, self.op("Sqrt", self.op("Add", self.mean(self.op("Mul", d, d), axes), eps)))
         y = y if gain is None else self.op("Mul", y, gain)
         return y if bias is None else self.op("Add", y, bias)
 
@@ -96,10 +102,13 @@ Results = dict[int, ir.Value]  # by number of the output
 
 
 def _norm(b: Lowering) -> Results:
-    if b.integer("axis", -1) != -1:
-        raise Refused("axis is not the last one")
-    centred = "Simplified" not in b.source.op_type
-    return {0: b.norm(b.wanted(0), b.given(1), b.given(2), b.real("epsilon", 1e-5), centred)}
+    centred, x = "Simplified" not in b.source.op_type, b.wanted(0)
+    axes, axis = [-1], b.integer("axis", -1)
+    if axis != -1:
+        if (shape := sizes(x)) is None:
+            raise Refused("the axes are those of a value of unknown rank")
+        axes = [i - len(shape) for i in range(axis % len(shape), len(shape))]
+    return {0: b.norm(x, b.given(1), b.given(2), b.real("epsilon", 1e-5), centred, axes)}
 
 
 def _skip_norm(b: Lowering) -> Results:

@@ -60,6 +60,7 @@ class Oracle:
         if entry is None:
             entry = enter(simplify.read(path), path, **self.choices)
         self.entry, self.dynamic = entry, entry.dynamic
+        self.aligned: bool | None = None  # whether row i of a batch's result is that of sample i
         model = entry.proto.SerializeToString() if entry.is_cut else str(path)
         entry.proto = onnx.ModelProto()  # the session will have the weights
         try:
@@ -78,14 +79,13 @@ class Oracle:
             InputError: onnxruntime fails on a single sample.
         """
         array = x.detach().cpu().numpy().astype(self.dtype)
-        if self.dynamic and len(array) > 1:
-            try:
-                found = self._run(array)
-                if found.ndim > 0 and len(found) == len(array):
-                    return found
-            except Exception:  # a graph may declare a dynamic batch and then not support it
-                pass
-            self.dynamic = False
+        if len(array) > 1 and (found := self.at_once(array)) is not None:
+            if self.aligned is None:
+                alone = torch.cat([self._alone(array[i : i + 1]) for i in (0, len(array) - 1)])
+                self.aligned = found.ndim > 0 and found.shape == (len(array), *alone.shape[1:])
+                self.aligned = self.aligned and difference(found[[0, -1]], alone) <= AGREEMENT
+            if self.aligned:
+                return found
         n = self.entry.batch
         try:
             if n == 1:
@@ -97,6 +97,16 @@ class Oracle:
         if any(len(p) != n for p in parts):
             raise InputError(f"{self.path}: its output does not have the fixed batch {n} as first dimension")
         return torch.cat(parts)[: len(array)]
+
+    def at_once(self, array: np.ndarray) -> Tensor | None:
+        """What the file returns for a batch; None where it takes none."""
+        if not self.dynamic:
+            return None
+        try:
+            return self._run(array)
+        except Exception:  # a graph may declare a dynamic batch and then not support it
+            self.dynamic = False
+            return None
 
     def _alone(self, array: np.ndarray) -> Tensor:
         """One sample, (1, *output) as the module holds it."""
@@ -144,6 +154,12 @@ def check(path: str | Path, module: OnnxModule, entry: Entry, dtype: torch.dtype
         for batch in (1, 3) if entry.dynamic else (entry.batch,):
             x = torch.randn((batch, *module.input_shape), generator=generator).to(dtype)
             expected = oracle(x)
+            whole = oracle.at_once(x.numpy().astype(oracle.dtype)) if batch > 1 else None
+            if whole is not None and not _one_by_one(whole, expected):
+                raise UnsupportedModelError(
+                    f"{path}: samples influence each other in what onnxruntime returns at batch {batch}; "
+                    + _first_difference(path, module, x, **choices)
+                )
             mine = module.with_head(module(x))
             if mine.numel() == expected.numel():
                 mine = mine.reshape(expected.shape)
@@ -158,6 +174,21 @@ def check(path: str | Path, module: OnnxModule, entry: Entry, dtype: torch.dtype
             raise UnsupportedModelError(
                 f"{path}: samples of one batch influence each other; it cannot be bounded in batches"
             )
+
+
+def _one_by_one(whole: Tensor, alone: Tensor) -> bool:
+    """Whether the result of a batch is made of those of its samples, wherever the batch stands in it."""
+    batch = len(alone)
+    if whole.numel() != alone.numel():
+        return False
+    for axis, size in enumerate(whole.shape):
+        if size % batch:
+            continue
+        for sizes, at in (((batch, size // batch), axis), ((size // batch, batch), axis + 1)):
+            parts = whole.reshape(*whole.shape[:axis], *sizes, *whole.shape[axis + 1 :]).movedim(at, 0)
+            if difference(parts.reshape(alone.shape), alone) <= AGREEMENT:
+                return True
+    return False
 
 
 def _first_difference(path: str | Path, module: OnnxModule, x: Tensor, **choices: Any) -> str:

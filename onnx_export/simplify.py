@@ -25,10 +25,12 @@ from onnxscript.rewriter.rules.common import (
 from attn_bounds.errors import InputError
 
 from .entry import Entry
-from .graph import opset
+from .graph import constant, opset
+from .importers import Unsupported, fold_node
 from .rebatch import rebatch
 
 FOLD_LIMIT = 50_000_000  # elements; folding must never stop short of a shape or a class token
+KEEP_SHAPE = {"GroupNormalization", "InstanceNormalization"}  # results have the shape of the input
 ROUNDS = 4  # of folding and rewriting
 # rules that change no value at all: onnxscript's own set takes x + 1e-8 and x · 1.00001 for x
 EXACT_RULES = [
@@ -116,7 +118,7 @@ def fold(model: ir.Model, path: str | Path) -> None:
                 should_fold=lambda node: True if node.op_type == "ConstantOfShape" else None,
             )
             rewrite(model, EXACT_RULES)
-            if not folded.modified:
+            if not _fill_gaps(model) and not folded.modified:
                 break
         ir.passes.Sequential(
             common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
@@ -128,6 +130,40 @@ def fold(model: ir.Model, path: str | Path) -> None:
         )(model)
     except Exception as e:
         raise InputError(f"{path}: the graph cannot be simplified ({type(e).__name__}: {e})") from None
+
+
+def _fill_gaps(model: ir.Model) -> bool:
+    """What onnxscript leaves open: integers that depend on values (NonZero), shapes of some operators."""
+    changed, version = False, opset(model)
+    for node in list(model.graph):
+        if node.op_type in KEEP_SHAPE and node.outputs[0].shape is None and node.inputs[0] is not None:
+            node.outputs[0].shape = node.inputs[0].shape
+            changed |= node.inputs[0].shape is not None
+        arrays = [constant(v) for v in node.inputs]
+        if not arrays or any(a is None for a, v in zip(arrays, node.inputs, strict=True) if v is not None):
+            continue
+        try:
+            found = fold_node(node, arrays, version)
+        except Unsupported:
+            continue
+        if len(found) != 1 or found[0].dtype.kind not in "biu" or node.outputs[0].is_graph_output():
+            continue
+        tensor = ir.tensor(found[0])
+        value = ir.Value(
+            name=f"{node.outputs[0].name}/folded",
+            const_value=tensor,
+            shape=ir.Shape(found[0].shape),
+            type=ir.TensorType(tensor.dtype),
+        )
+        model.graph.initializers[str(value.name)] = value
+        ir.convenience.replace_all_uses_with(node.outputs[0], value)
+        model.graph.remove(node, safe=True)
+        changed = True
+    for node in model.graph:  # a shape that was inferred before its constants were folded is never mended
+        for out in node.outputs:
+            if out.shape is not None and not out.shape.is_static():
+                out.shape, changed = None, True
+    return changed
 
 
 def strip_head(model: ir.Model) -> str:

@@ -31,7 +31,9 @@ def replacements() -> dict[str, Any]:
     return {
         "onnx::Erf": activation.BoundErf,
         "onnx::Gelu": activation.BoundGelu,
+        "onnx::Log": activation.BoundLog,
         "onnx::Reciprocal": activation.BoundReciprocal,
         "onnx::Softmax": attention.BoundSoftmax,
+        "onnx::Softplus": activation.BoundSoftplus,
         "onnx::Sqrt": activation.BoundSqrt,
     }

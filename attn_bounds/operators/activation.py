@@ -128,3 +128,18 @@ class BoundSqrt(BoundScalar):
     """`√x`; where x may be negative the bounds are NaN. The upper line of 0.3 has the slope of `1/√x`."""
 
     function = FUNCTIONS["BoundSqrt"]
+
+
+class BoundLog(BoundScalar):
+    """`log x`; where x may not be positive the bounds are NaN. auto_LiRPA's own is of what it clamps first."""
+
+    function = FUNCTIONS["BoundLog"]
+
+
+class BoundSoftplus(BoundScalar):
+    """`log(1 + e^x)`, as torch has it. 0.3 has no lines for it."""
+
+    function = FUNCTIONS["BoundSoftplus"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x)

@@ -22,6 +22,10 @@ class RepairedReduceMax(BoundReduceMax):
     use the entry that is largest at the centre.
     """
 
+    def forward(self, x: Tensor) -> Tensor:
+        # the maximum of a BoundedTensor, an input itself, comes without its index
+        return super().forward(x.as_subclass(Tensor))
+
     def bound_backward(self, last_lA: Any, last_uA: Any, *x: Any, **kwargs: Any) -> Any:
         def one(a: Tensor | None) -> Tensor | None:
             if a is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from .. import functions, ops
 from . import (
@@ -60,7 +61,7 @@ STANDARD: dict[str, Importer] = {
     "Elu": activations.elu,
     "Celu": activations.celu,
     "Selu": activations.selu,
-    "Softplus": activations.softplus,
+    "Softplus": activations.unary(F.softplus),
     "Softsign": activations.softsign,
     "HardSigmoid": activations.hard_sigmoid,
     "HardSwish": activations.hard_swish,
@@ -116,18 +117,6 @@ STANDARD: dict[str, Importer] = {
     "Cast": shapes.cast,
 }
 
-MICROSOFT: dict[str, Importer] = {
-    "LayerNormalization": normalization.layer_normalization,
-    "SimplifiedLayerNormalization": normalization.rms_normalization,
-    "SkipLayerNormalization": normalization.skip_normalization,
-    "SkipSimplifiedLayerNormalization": normalization.skip_normalization,
-    "Gelu": activations.gelu,
-    "BiasGelu": activations.biased_gelu,
-    "FastGelu": activations.biased_gelu,
-    "QuickGelu": activations.swish,
-    "FusedMatMul": linear.fused_matmul,
-}
-
 OWN: dict[str, Importer] = {
     "AttentionScores": attention.attention_scores,
     "L2Scores": attention.attention_scores,
@@ -144,6 +133,6 @@ OWN: dict[str, Importer] = {
 # an importer returns one function, or a list with one per output
 IMPORTERS: dict[tuple[str, str], Importer] = {
     (domain, name): importer
-    for domain, table in (("", STANDARD), ("com.microsoft", MICROSOFT), (ops.DOMAIN, OWN))
+    for domain, table in (("", STANDARD), (ops.DOMAIN, OWN))
     for name, importer in table.items()
 }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functions
-from .arithmetic import add, clamped
+from .arithmetic import clamped
 from .context import Context, Function, Unsupported
 
 
@@ -56,19 +56,9 @@ def selu(ctx: Context) -> Function:
     return _exponential_below(alpha, 1.0, ctx.attr_float("gamma", 1.05070102214813232421875))
 
 
-def softplus(ctx: Context) -> Function:
-    """relu(x) + log(1 + e^−|x|), which does not overflow."""
-
-    def run(x: Tensor) -> Tensor:
-        distance = torch.relu(x) + torch.relu(x * -1.0)
-        return torch.relu(x) + torch.log(torch.exp(distance * -1.0) + 1.0)
-
-    return run
-
-
 def softsign(ctx: Context) -> Function:
     def run(x: Tensor) -> Tensor:
-        return x * torch.reciprocal(torch.relu(x) + torch.relu(x * -1.0) + 1.0)
+        return x * torch.reciprocal(torch.abs(x) + 1.0)
 
     return run
 
@@ -85,26 +75,16 @@ def hard_swish(ctx: Context) -> Function:
 
 
 def gelu(ctx: Context) -> Function:
-    """Of the standard (opset 20) and of onnxruntime, which has the exact one only."""
+    """Exact, or by tanh."""
     approximate = ctx.attr_string("approximate", "none")
     if approximate not in ("none", "tanh"):
         raise Unsupported(f"approximate={approximate!r}")
     return lambda x: functions.gelu(x, approximate)
 
 
-def biased_gelu(ctx: Context) -> Function:
-    """onnxruntime's BiasGelu (exact) and FastGelu (tanh), gelu(x + bias)."""
-    approximate = "tanh" if ctx.node.op_type == "FastGelu" else "none"
-    if len(ctx.present) < 2 or not ctx.present[1]:
-        return lambda x: functions.gelu(x, approximate)
-    shifted = add(ctx)
-    return lambda *xs: functions.gelu(shifted(*xs), approximate)
-
-
 def swish(ctx: Context) -> Function:
-    """x σ(αx): Swish (opset 24) with α = 1, onnxruntime's QuickGelu with α = 1.702 unless given."""
-    default = functions.QUICK if ctx.node.op_type == "QuickGelu" else 1.0
-    alpha = ctx.attr_float("alpha", default)
+    """x σ(αx)."""
+    alpha = ctx.attr_float("alpha", 1.0)
     if abs(alpha - functions.QUICK) < 1e-6:
         return functions.quick_gelu
     if alpha == 1.0:

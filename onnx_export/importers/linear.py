@@ -67,16 +67,16 @@ def _constant_right(ctx: Context, i: int, b: Tensor) -> Function:
     """Data input i times a constant."""
     shape = ctx.shapes[i]
     if b.ndim == 1:
-        column = _constant_right_matrix(ctx, i, b.reshape(-1, 1))
+        column = _constant_right_matrix(ctx, shape, b.reshape(-1, 1))
         target = ctx.out_shape[1:]
         return lambda x: column(x).reshape(-1, *target)
     if b.ndim > 2 and len(shape) - ctx.lifted == 1:
         raise Unsupported("product of a vector with a batch of constants")
-    return _constant_right_matrix(ctx, i, b)
+    return _constant_right_matrix(ctx, shape, b)
 
 
-def _constant_right_matrix(ctx: Context, i: int, b: Tensor) -> Function:
-    shape, rank = ctx.shapes[i], len(ctx.out_shape)
+def _constant_right_matrix(ctx: Context, shape: tuple[int, ...], b: Tensor) -> Function:
+    rank = len(ctx.out_shape)
     if b.ndim == 2 or all(d == 1 for d in b.shape[:-2]):
         return weighted(ctx, b.reshape(b.shape[-2:]), shape)
     if not ctx.lifted and b.ndim == rank and b.shape[0] == 1:
@@ -89,19 +89,21 @@ def _constant_right_matrix(ctx: Context, i: int, b: Tensor) -> Function:
 
 
 def _constant_left(ctx: Context, a: Tensor) -> Function:
+    shape = ctx.shapes[1]
+    turned = (*shape[:-2], *reversed(shape[-2:]))
     if a.ndim == 1:
         a = a.reshape(1, -1)
         target = ctx.out_shape[1:]
-        row = _turned(_constant_right_matrix(ctx, 1, a.mT))
+        row = _turned(_constant_right_matrix(ctx, turned, a.mT))
         return lambda x: row(x).reshape(-1, *target)
-    if len(ctx.shapes[1]) - ctx.lifted == 1:  # matrix times vector
+    if len(shape) - ctx.lifted == 1:  # matrix times vector
         if a.ndim != 2:
             raise Unsupported("product of a batch of constants with a vector")
         get = ctx.parameter(a.mT)
         return lambda x: torch.matmul(x, get())
-    if len(ctx.shapes[1]) < 3:
+    if len(shape) < 3:
         raise Unsupported("a constant on the left of a value without a batch dimension mixes the batch")
-    return _turned(_constant_right_matrix(ctx, 1, a.mT))
+    return _turned(_constant_right_matrix(ctx, turned, a.mT))
 
 
 def product(ctx: Context) -> Function:
@@ -142,13 +144,6 @@ def matmul(ctx: Context) -> Function:
 
 def _scaled(f: Function, factor: float) -> Function:
     return f if factor == 1.0 else lambda *xs: f(*xs) * factor
-
-
-def fused_matmul(ctx: Context) -> Function:
-    """onnxruntime's product with transposes and a factor."""
-    if ctx.attr_int("transBatchA", 0) or ctx.attr_int("transBatchB", 0):
-        raise Unsupported("transBatchA or transBatchB")
-    return _general(ctx, ctx.attr_int("transA", 0), ctx.attr_int("transB", 0), ctx.attr_float("alpha", 1.0))
 
 
 def _general(ctx: Context, turn_a: int, turn_b: int, alpha: float) -> Function:

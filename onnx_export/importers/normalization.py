@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import functions
-from .arithmetic import add
 from .context import Context, Function, Unsupported
 
 
@@ -55,7 +53,7 @@ def _norm(
 
 
 def layer_normalization(ctx: Context) -> Function:
-    """LayerNormalization of the standard and of onnxruntime."""
+    """LayerNormalization."""
     eps = ctx.attr_float("epsilon", 1e-5)
     return _norm(ctx, ctx.attr_int("axis", -1), ctx.optional(1), ctx.optional(2), eps, True)
 
@@ -71,28 +69,6 @@ def own_norm(ctx: Context) -> Function:
     axis = -ctx.attr_int("axes", 1)
     centred = ctx.node.op_type == "LayerNorm"
     return _norm(ctx, axis, ctx.optional(1), ctx.optional(2), ctx.attr_float("eps", 0.0), centred)
-
-
-def skip_normalization(ctx: Context) -> list[Function]:
-    """onnxruntime's norm(x + skip + bias); output 3 is the sum."""
-    centred = ctx.node.op_type == "SkipLayerNormalization"
-    gain, beta = ctx.optional(2), ctx.optional(3) if centred else None
-    inner = ctx.optional(4 if centred else 3)
-    norm = _norm(ctx, -1, gain, beta, ctx.attr_float("epsilon", 1e-12 if centred else 1e-5), centred)
-    pair = dataclasses.replace(
-        ctx, constants=ctx.constants[:2], shapes=ctx.shapes[:2], present=ctx.present[:2]
-    )
-    both = add(pair)
-    shift = None if inner is None else ctx.stored(inner)
-
-    def total(*xs: Tensor) -> Tensor:
-        y = both(*xs)
-        return y if shift is None else y + shift()
-
-    def unused(*xs: Tensor) -> Tensor:
-        raise AssertionError("never computed")
-
-    return [lambda *xs: norm(total(*xs)), unused, unused, total]
 
 
 def instance_normalization(ctx: Context) -> Function:
