@@ -159,6 +159,9 @@ def _fill_gaps(model: ir.Model) -> bool:
         ir.convenience.replace_all_uses_with(node.outputs[0], value)
         model.graph.remove(node, safe=True)
         changed = True
+    for value in model.graph.initializers.values():
+        if value.const_value is not None:
+            value.shape = ir.Shape(list(value.const_value.shape))
     for node in model.graph:  # a shape that was inferred before its constants were folded is never mended
         for out in node.outputs:
             if out.shape is not None and not out.shape.is_static():

@@ -131,7 +131,7 @@ class BoundSqrt(BoundScalar):
 
 
 class BoundLog(BoundScalar):
-    """`log x`; where x may not be positive the bounds are NaN. auto_LiRPA's own is of what it clamps first."""
+    """`log x`; where x may not be positive the bounds are NaN. auto_LiRPA clamps x first."""
 
     function = FUNCTIONS["BoundLog"]
 
