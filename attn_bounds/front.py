@@ -1,0 +1,270 @@
+"""The solver `attn-bounds-vnnlib`: the command line that the VNN-LIB 2.0 standard asks of a solver.
+
+Small networks are decided by intervals, in a fraction of a second and without torch; everything else, and
+what intervals leave open, is given to the engine behind `attn-bounds verify`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from . import __version__
+from .errors import InputError, UnsupportedModelError
+from .vnnlib_tree import is_version_2, read_text
+
+if TYPE_CHECKING:
+    from .intervals.solve import Outcome
+
+NAME = "attn-bounds"
+RESERVE = (0.04, 0.25)  # part of the time limit, and seconds, that are kept for the end of the process
+SHARE = 0.3  # part of the time for intervals if the other engine can follow
+OTHER = 4.0  # seconds that the other engine needs at least
+MANY = 2.0  # seconds for intervals on networks with many inputs
+
+Assignment = tuple[str, str, Any]  # name, declared type, array
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code: 0 for a verdict, 2 for what cannot be read, 1 for an own error."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.name:
+        print(NAME)
+        return 0
+    if options.command is None:
+        parser.print_usage(sys.stderr)
+        return 2
+    try:
+        if options.command == "supports":
+            print("\n".join(capability(options.capability)))
+            return 0
+        return verify(options)
+    except InputError as error:
+        print(f"attn-bounds-vnnlib: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attn-bounds-vnnlib", description=__doc__)
+    parser.add_argument("--name", action="store_true", help="print the solver's name")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command")
+    run = commands.add_parser("verify", help="whether an assignment satisfies a query")
+    run.add_argument("query", type=Path)
+    run.add_argument("--network", action="append", default=[], metavar="NAME=FILE")
+    run.add_argument("--timeout", type=float, help="seconds, start-up included")
+    run.add_argument("--serialise-assignments", type=Path, metavar="FOLDER")
+    ask = commands.add_parser("supports", help="what the solver can do")
+    group = ask.add_mutually_exclusive_group(required=True)
+    for name in CAPABILITIES:
+        group.add_argument(f"--{name}", dest="capability", action="store_const", const=name)
+    return parser
+
+
+# -- supports -------------------------------------------------------------------------------------------
+
+
+def _operators() -> list[str]:
+    """Of both engines; the second one needs torch, and without it the first one stands alone."""
+    from .intervals.table import OPERATORS
+
+    names = set(OPERATORS)
+    with contextlib.suppress(ImportError):
+        from onnx_export.importers import STANDARD
+
+        names |= set(STANDARD)
+    return sorted(names)
+
+
+def _opsets() -> list[str]:
+    from .intervals.table import MAX_OPSET, MIN_OPSET
+
+    return [str(MIN_OPSET), str(MAX_OPSET)]
+
+
+CAPABILITIES: dict[str, Any] = {
+    "onnx-operators": _operators,
+    "onnx-opset-versions": _opsets,
+    "onnx-element-types": ["real", "float16", "float32", "float64", "int32", "int64", "bool"],
+    "vnnlib-versions": ["1.0", "2.0"],
+    "hidden-node-theories": ["NH", "H"],
+    "multiple-input-output-theories": ["SIO", "MIO"],
+    "multiple-network-theories": ["SNET", "MENET", "MINET", "MNET"],
+    "multiple-node-comparison-theories": ["SNC", "MNC"],
+    "arithmetic-complexity-theories": ["BND", "OUTC", "LIN", "POLY"],
+    "optimised-disjunctive-reasoning": ["false"],
+    "serialise-assignments": ["true"],
+    "unsat-proofs": ["false"],
+}
+
+
+def capability(name: str) -> list[str]:
+    """The lines that answer `supports --name`."""
+    answer = CAPABILITIES[name]
+    lines: list[str] = answer() if callable(answer) else answer
+    return lines
+
+
+# -- verify ---------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Seconds since the process started, and until it must end."""
+
+    def __init__(self, timeout: float | None) -> None:
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise InputError(f"timeout is {timeout}; it must be a finite number of seconds > 0")
+        spent = max(0.0, time.time() - psutil.Process().create_time())
+        self.start = time.monotonic() - min(spent, 60.0)
+        self.end = math.inf
+        if timeout is not None:
+            self.end = self.start + timeout - RESERVE[0] * timeout - RESERVE[1]
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.end - time.monotonic())
+
+
+def verify(options: argparse.Namespace) -> int:
+    clock = _Clock(options.timeout)
+    files = _networks(options.network)
+    text = read_text(options.query)
+    status, reason, assignments = "unknown", "", None
+    other = len(files) == 1  # whether the other engine may know the query
+    if is_version_2(text):
+        try:
+            with _ended_at(clock.end):
+                outcome = intervals(options.query, text, files, clock, other)
+            status, reason = outcome.status, outcome.reason
+            if outcome.witness is not None:
+                w = outcome.witness
+                assignments = [(v.name, v.type, a) for v, a in zip(w.variables, w.values, strict=True)]
+        except UnsupportedModelError as error:
+            if not other:
+                raise
+            reason = str(error)
+        except TimeoutError:
+            status = "timeout"
+    elif not other:
+        raise InputError(
+            f"{options.query}: a file of version 1.0 has one network; give --network N=FILE once"
+        )
+    if status in ("unknown", "timeout") and other and clock.left > OTHER:
+        _note(reason)
+        status, reason, assignments = engine(options.query, next(iter(files.values())), clock.left)
+    _note(reason)
+    print({"timeout": "timed-out"}.get(status, status), flush=True)
+    if status == "sat" and assignments is not None:
+        if options.serialise_assignments is not None:
+            _serialise(options.serialise_assignments, assignments)
+        else:
+            print("\n".join(_lines(assignments)), flush=True)
+    return 0
+
+
+def intervals(query: Path, text: str, files: dict[str, Path], clock: _Clock, other: bool) -> Outcome:
+    """What intervals say; raises UnsupportedModelError for what they are not made for."""
+    from .intervals.query import Query
+    from .intervals.solve import MAX_MOVING, Solver
+
+    solver = Solver(Query(query, text, files))
+    now = time.monotonic()
+    solver.deadline = clock.end
+    if other and clock.left > 2 * OTHER:
+        solver.deadline = now + SHARE * min(clock.left, 600.0)
+        if len(solver.moving) > MAX_MOVING:
+            solver.deadline = min(solver.deadline, now + MANY)
+    return solver.run()
+
+
+def engine(query: Path, model: Path, seconds: float) -> tuple[str, str, list[Assignment] | None]:
+    """Status, reason and assignments of the engine behind `attn-bounds verify`; real arithmetic."""
+    import numpy as np
+
+    from .search.watch import verify as search
+
+    answer = search(model, query, timeout=seconds if seconds < math.inf else None)
+    if answer.status == "error":
+        raise InputError(answer.reason)
+    assignments = None
+    if answer.witness is not None:
+        w, at = answer.witness, 0
+        values = np.asarray([*w.inputs, *w.outputs])
+        variables = w.variables or (("X", "real", (len(w.inputs),)), ("Y", "real", (len(w.outputs),)))
+        assignments = []
+        for name, kind, shape in variables:
+            size = math.prod(shape)
+            stored = np.float64 if kind == "float64" else np.float32
+            assignments.append((name, kind, values[at : at + size].reshape(shape).astype(stored)))
+            at += size
+    return answer.status, answer.reason, assignments
+
+
+def _networks(given: Sequence[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for text in given:
+        name, equals, file = text.partition("=")
+        if not (name and equals and file):
+            raise InputError(f"--network {text}: write NAME=FILE")
+        if name in files:
+            raise InputError(f"--network {name} is given twice")
+        files[name] = Path(file)
+    if not files:
+        raise InputError("no network is given; write --network NAME=FILE")
+    return files
+
+
+@contextlib.contextmanager
+def _ended_at(end: float) -> Iterator[None]:
+    """Raises TimeoutError in here at a time of `time.monotonic()`, whatever is being computed."""
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    saved = signal.signal(signal.SIGALRM, late)
+    if end < math.inf:
+        signal.setitimer(signal.ITIMER_REAL, max(end - time.monotonic(), 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, saved)
+
+
+def _note(reason: str) -> None:
+    if reason:
+        print(f"attn-bounds-vnnlib: {' '.join(reason.split())}", file=sys.stderr)
+
+
+def _lines(assignments: Sequence[Assignment]) -> Iterator[str]:
+    """The standard's form for the command line: name, type and shape, then one value a line."""
+    for name, kind, array in assignments:
+        yield f"{name} {kind} [{','.join(map(str, array.shape))}]"
+        for value in array.ravel():
+            yield str(value)
+
+
+def _serialise(folder: Path, assignments: Sequence[Assignment]) -> None:
+    """One TensorProto per variable."""
+    from onnx import numpy_helper
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, _, array in assignments:
+            (folder / f"{name}.pb").write_bytes(numpy_helper.from_array(array, name).SerializeToString())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror or error})") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

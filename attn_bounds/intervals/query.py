@@ -1,0 +1,336 @@
+"""A VNN-LIB 2.0 query: networks, variables, the box of inputs, and a formula over polynomials."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import vnnlib  # the package, not the module of that name in this one
+
+from ..errors import InputError, UnsupportedModelError
+from ..vnnlib_tree import line_of, parse
+from .arithmetic import Interval
+from .elementwise import INTEGERS
+from .functions import rounded
+from .network import FLOATS, Network, Port
+
+TYPES = {
+    "Real": "real", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "Bool": "bool",
+    **{f"I{b}": f"int{b}" for b in (8, 16, 32, 64)}, **{f"U{b}": f"uint{b}" for b in (8, 16, 32, 64)},
+}  # fmt: skip
+SIGNS = {
+    vnnlib.LessThan: "<",
+    vnnlib.LessEqual: "<=",
+    vnnlib.GreaterThan: ">",
+    vnnlib.GreaterEqual: ">=",
+    vnnlib.Equal: "=",
+    vnnlib.NotEqual: "!=",
+}
+MAX_TERMS = 5000  # of all constraints together
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895314e38, "float32": 3.4028234663852886e38}
+
+Entry = tuple[int, int]  # number of a variable, and of one of its values
+Polynomial = dict[tuple[Entry, ...], Fraction]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One declared tensor.
+
+    Attributes:
+        kind: input, hidden or output. use: number of its network. tensor: its name in the ONNX graph.
+        stored: its element type there. first: where an input begins in the vector of all inputs.
+    """
+
+    name: str
+    kind: str
+    type: str
+    shape: tuple[int, ...]
+    use: int
+    tensor: str
+    stored: str
+    first: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A polynomial compared with 0.
+
+    Attributes:
+        exact: its terms. terms: the same with coefficients as intervals of one number, which hold the
+            decimal number that was written and its rounded forms.
+        sign: <, <=, = or !=.
+    """
+
+    exact: Polynomial
+    terms: tuple[tuple[tuple[Entry, ...], Interval], ...]
+    sign: str
+
+
+@dataclass(frozen=True)
+class All:
+    """All of its parts hold."""
+
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Some:
+    """One of its parts holds at least."""
+
+    parts: tuple[Any, ...]
+
+
+Formula = Atom | All | Some
+
+
+class Query:
+    """One query and its networks.
+
+    Attributes:
+        variables: as declared, in order. inputs: those of kind input.
+        uses: the network of each declaration; two may share one.
+        formula: what is left of the assertions beside the box.
+        lower, upper: (n,) the box of all inputs, rounded outwards. empty: why it is empty, or "".
+        floats: element types of floating point values; () for real numbers.
+    """
+
+    def __init__(self, path: str | Path, text: str, files: Mapping[str, Path]) -> None:
+        self.path = path
+        tree = parse(path, text)
+        self.uses: list[Network] = []
+        self.variables: list[Variable] = []
+        self._numbers: dict[str, int] = {}
+        self._declare(tree.networks, files)
+        self.inputs = [v for v in self.variables if v.kind == "input"]
+        self.floats = tuple(sorted({t for use in self.uses for t in use.floats}))
+        self.moving_types = np.repeat([v.stored for v in self.inputs], [v.size for v in self.inputs])
+        self._box()
+        parts = [self._formula(a.expr) for a in tree.assertions]
+        flat = self._bounded(parts)
+        self.formula: Formula = All(tuple(flat))
+        self.empty = ""
+        crossed = np.flatnonzero(self.lower > self.upper)
+        if len(crossed):
+            low, high = self.lower[crossed[0]], self.upper[crossed[0]]
+            self.empty = f"an input has lower bound {low:g} and upper bound {high:g}"
+
+    # -- declarations -----------------------------------------------------------------------------------
+
+    def _declare(self, networks: Sequence[Any], files: Mapping[str, Path]) -> None:
+        known: dict[str, Network] = {}
+        loaded: dict[Path, Network] = {}
+        needed = [n.name for n in networks if not n.equal_to]
+        if set(files) != set(needed):
+            missing = sorted(set(needed) - set(files))
+            spare = sorted(set(files) - set(needed))
+            what = f"no file for the network {missing[0]}" if missing else f"no network is called {spare[0]}"
+            raise InputError(f"{self.path}: {what}; give --network NAME=FILE for each of {', '.join(needed)}")
+        first = 0
+        for number, declared in enumerate(networks):
+            if declared.equal_to:
+                network = known[declared.equal_to]
+            else:
+                file = files[declared.name]
+                network = loaded.setdefault(file, None) or Network(file)  # type: ignore[arg-type]
+                loaded[file] = network
+            known[declared.name] = network
+            if declared.isometric_to:
+                self._isomorphic(known[declared.isometric_to], network, declared.name)
+            self.uses.append(network)
+            ports = (
+                ("input", declared.inputs, network.inputs),
+                ("output", declared.outputs, network.outputs),
+            )
+            for kind, definitions, available in ports:
+                if len(definitions) != len(available):
+                    raise InputError(
+                        f"{self.path}: network {declared.name} declares {len(definitions)} {kind}s, "
+                        f"{network.path} has {len(available)}"
+                    )
+                by_name = {p.name: p for p in available}
+                for d, port in zip(definitions, available, strict=True):
+                    name = _unquoted(d.onnx_name)
+                    port = by_name.get(name, port)
+                    if name and name not in by_name:
+                        raise InputError(f"{self.path}: {network.path} has no {kind} {name!r}")
+                    v = self._variable(d, kind, number, port, first)
+                    first += v.size if kind == "input" else 0
+            for d in declared.hidden:
+                tensor = _unquoted(d.onnx_name)
+                if not any(tensor in n.output for n in network.model.graph.node):
+                    raise InputError(f"{self.path}: {network.path} has no tensor {tensor!r}")
+                kind = TYPES.get(str(d.dtype).removeprefix("DType."), "")
+                self._add(Variable(d.name, "hidden", kind, tuple(d.shape), number, tensor, ""))
+        order = [d.name for n in networks for d in (*n.inputs, *n.hidden, *n.outputs)]
+        self.variables.sort(key=lambda v: order.index(v.name))
+        self._numbers = {v.name: i for i, v in enumerate(self.variables)}
+        self._types()
+
+    def _variable(self, d: Any, kind: str, use: int, port: Port, first: int) -> Variable:
+        network = self.uses[use]
+        name = str(d.dtype).removeprefix("DType.")
+        if name not in TYPES:
+            raise InputError(f"{self.path}: {d.name} has type {name}, which is not supported")
+        shape = network.shape_of(port, tuple(d.shape))
+        if TYPES[name] != "real" and (TYPES[name] in FLOATS) != (port.type in FLOATS):
+            raise InputError(
+                f"{self.path}: {d.name} is declared {TYPES[name]}, "
+                f"but {port.name} of {network.path} is {port.type}"
+            )
+        return self._add(Variable(d.name, kind, TYPES[name], shape, use, port.name, port.type, first))
+
+    def _add(self, variable: Variable) -> Variable:
+        self.variables.append(variable)
+        return variable
+
+    def _isomorphic(self, one: Network, other: Network, name: str) -> None:
+        kinds = [[n.op_type for n in net.model.graph.node] for net in (one, other)]
+        if kinds[0] != kinds[1]:
+            raise InputError(
+                f"{self.path}: {other.path} of {name} is not isomorphic to {one.path}: other operators"
+            )
+
+    def _types(self) -> None:
+        """Each network stands for real numbers if all its floating point ports are declared so; else for
+        the types of the file and of the declarations."""
+        stored = {id(use): set(use.floats) for use in self.uses}
+        real = {id(use): True for use in self.uses}
+        for v in self.variables:
+            if v.type in FLOATS:
+                stored[id(self.uses[v.use])].add(v.type)
+                real[id(self.uses[v.use])] = False
+        for use in self.uses:
+            use.prepare(() if real[id(use)] else sorted(stored[id(use)]))
+
+    # -- formulas ---------------------------------------------------------------------------------------
+
+    def fail(self, at: int, message: str) -> NoReturn:
+        raise InputError(f"{self.path}:{at}: {message}")
+
+    def _formula(self, node: Any) -> Formula:
+        if isinstance(node, vnnlib.And):
+            return All(tuple(self._formula(a) for a in node.args))
+        if isinstance(node, vnnlib.Or):
+            return Some(tuple(self._formula(a) for a in node.args))
+        sign = SIGNS[type(node)]
+        left, right = self._polynomial(node.lhs), self._polynomial(node.rhs)
+        if sign[0] == ">":
+            left, right, sign = right, left, "<" + sign[1:]
+        exact = _sum(left, right, -1)
+        exact = {m: c for m, c in exact.items() if c}
+        if len(exact) > MAX_TERMS:
+            self.fail(line_of(node), f"a constraint of {len(exact)} terms; {MAX_TERMS} can be read")
+        return Atom(exact, tuple((m, self._number(c, line_of(node))) for m, c in exact.items()), sign)
+
+    def _number(self, exact: Fraction, at: int) -> Interval:
+        """Holds a number, and its rounded forms if the query is about floating point numbers."""
+        try:
+            near = float(exact)
+        except OverflowError:
+            self.fail(at, "a number beyond the range of float64")
+        low = near if Fraction(near) <= exact else math.nextafter(near, -math.inf)
+        high = near if Fraction(near) >= exact else math.nextafter(near, math.inf)
+        return rounded(Interval(np.asarray(low), np.asarray(high)), self.floats)
+
+    def _polynomial(self, node: Any) -> Polynomial:
+        if isinstance(node, vnnlib.Var):
+            number = self._numbers[node.name]
+            index = 0
+            for i, size in zip(node.indices, self.variables[number].shape, strict=True):
+                index = index * size + i
+            return {((number, index),): Fraction(1)}
+        if isinstance(node, vnnlib.Literal):
+            return {(): Fraction(node.lexeme)}
+        if isinstance(node, vnnlib.Negate):
+            return _sum({}, self._polynomial(node.expr), -1)
+        if isinstance(node, vnnlib.Minus):
+            result = self._polynomial(node.head)
+            for other in node.rest:
+                result = _sum(result, self._polynomial(other), -1)
+            return result
+        factors = [self._polynomial(a) for a in node.args]
+        result = factors[0]
+        for factor in factors[1:]:
+            plus = isinstance(node, vnnlib.Plus)
+            result = _sum(result, factor, 1) if plus else _times(result, factor)
+            if len(result) > MAX_TERMS:
+                self.fail(line_of(node), f"a polynomial of more than {MAX_TERMS} terms")
+        return result
+
+    # -- the box ----------------------------------------------------------------------------------------
+
+    def _box(self) -> None:
+        n = sum(v.size for v in self.inputs)
+        self.lower, self.upper = np.full(n, -np.inf), np.full(n, np.inf)
+        for v in self.inputs:
+            part = slice(v.first, v.first + v.size)
+            limits = [LARGEST[t] for t in {v.type, v.stored} & set(LARGEST)] if v.type != "real" else []
+            if limits:
+                self.lower[part], self.upper[part] = -min(limits), min(limits)
+            if v.type in INTEGERS:
+                bits = INTEGERS[v.type]
+                self.lower[part] = 0.0 if v.type[0] == "u" else -(2.0 ** (bits - 1))
+                self.upper[part] = 2.0**bits if v.type[0] == "u" else 2.0 ** (bits - 1)
+            if v.type == "bool":
+                self.lower[part], self.upper[part] = 0.0, 1.0
+
+    def _bounded(self, parts: Sequence[Formula]) -> list[Formula]:
+        """Puts bounds of single inputs into the box; returns what the box does not say exactly."""
+        rest: list[Formula] = []
+        for part in parts:
+            if isinstance(part, All):
+                rest += self._bounded(part.parts)
+            elif not isinstance(part, Atom) or not self._bound(part):
+                rest.append(part)
+        return rest
+
+    def _bound(self, atom: Atom) -> bool:
+        names = [m for m in atom.exact if m]
+        if len(names) != 1 or len(names[0]) != 1 or atom.sign == "!=":
+            return False
+        ((number, index),) = names[0]
+        v = self.variables[number]
+        if v.kind != "input":
+            return False
+        factor = atom.exact[names[0]]
+        limit = self._number(-atom.exact.get((), Fraction(0)) / factor, 0)
+        i = v.first + index
+        if atom.sign == "=" or factor > 0:
+            self.upper[i] = min(self.upper[i], float(limit.hi))
+        if atom.sign == "=" or factor < 0:
+            self.lower[i] = max(self.lower[i], float(limit.lo))
+        return bool(limit.lo == limit.hi) and atom.sign != "<"
+
+
+def _unquoted(name: str | None) -> str:
+    return (name or "").strip('"')
+
+
+def _sum(a: Polynomial, b: Polynomial, factor: int) -> Polynomial:
+    """a + factor * b"""
+    result = dict(a)
+    for monomial, value in b.items():
+        result[monomial] = result.get(monomial, Fraction(0)) + factor * value
+    return result
+
+
+def _times(a: Polynomial, b: Polynomial) -> Polynomial:
+    result: Polynomial = {}
+    for m, x in a.items():
+        for n, y in b.items():
+            key = tuple(sorted(m + n))
+            result[key] = result.get(key, Fraction(0)) + x * y
+    return result
+
+
+__all__ = ["All", "Atom", "Formula", "Query", "Some", "UnsupportedModelError", "Variable"]

@@ -1,0 +1,77 @@
+"""The ONNX operators that intervals go through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import elementwise as e
+from . import linear, shapes
+
+OPERATORS: dict[str, Any] = {
+    "Add": e.plus,
+    "Sub": e.minus,
+    "Mul": e.times,
+    "Div": e.over,
+    "Neg": e.opposite,
+    "Pow": e.power,
+    "Sum": e.several(e.plus),
+    "Max": e.several(e.maximum),
+    "Min": e.several(e.minimum),
+    "Clip": e.clip,
+    "Abs": e.absolute,
+    "Exp": e.exp,
+    "Log": e.log,
+    "Sqrt": e.sqrt,
+    "Reciprocal": e.reciprocal,
+    "Erf": e.erf,
+    "Sigmoid": e.sigmoid,
+    "Tanh": e.tanh,
+    "Relu": e.relu,
+    "LeakyRelu": e.leaky_relu,
+    "Softmax": e.softmax,
+    "Floor": e.whole(np.floor),
+    "Ceil": e.whole(np.ceil),
+    "Sign": e.whole(np.sign),
+    "Cast": e.cast,
+    "Equal": e.equal,
+    "Greater": e.greater,
+    "GreaterOrEqual": e.greater_equal,
+    "Less": e.less,
+    "LessOrEqual": e.less_equal,
+    "Not": e.logical_not,
+    "And": e.logical_and,
+    "Or": e.logical_or,
+    "Where": e.where,
+    "MatMul": linear.matmul,
+    "Gemm": linear.gemm,
+    "Conv": linear.conv,
+    "MaxPool": linear.max_pool,
+    "AveragePool": linear.average_pool,
+    "GlobalAveragePool": linear.global_average_pool,
+    "GlobalMaxPool": linear.global_max_pool,
+    "BatchNormalization": linear.batch_normalization,
+    "ReduceSum": linear.reduce_sum,
+    "ReduceMean": linear.reduce_mean,
+    "ReduceMax": linear.reduce_max,
+    "ReduceMin": linear.reduce_min,
+    "Constant": shapes.constant,
+    "ConstantOfShape": shapes.constant_of_shape,
+    "Shape": shapes.shape,
+    "Identity": shapes.identity,
+    "Dropout": shapes.identity,
+    "Reshape": shapes.reshape,
+    "Flatten": shapes.flatten,
+    "Squeeze": shapes.squeeze,
+    "Unsqueeze": shapes.unsqueeze,
+    "Transpose": shapes.transpose,
+    "Expand": shapes.expand,
+    "Tile": shapes.tile,
+    "Concat": shapes.concat,
+    "Split": shapes.split,
+    "Slice": shapes.slice_,
+    "Gather": shapes.gather,
+    "Pad": shapes.pad,
+}
+MIN_OPSET, MAX_OPSET = 8, 22
