@@ -1,4 +1,7 @@
-"""The answer to one property, as data, as text, and as the results file of VNN-COMP. Imports no torch."""
+"""The question about one property and its answer, which is data, text and a results file of VNN-COMP.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,33 @@ from typing import Any
 STATUSES = ("unsat", "sat", "unknown", "timeout", "error")
 
 Declared = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, type, shape
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process that computes is asked.
+
+    Attributes:
+        model, vnnlib: paths. scratch: a folder for copies of the model.
+        deadline: `time.time()` after which nothing new is begun, or None.
+        threads: of torch, None for its choice. dtype: "float32" or "float64".
+        memory: bytes, or None. boundary: as in `Verifier`. options: of `engine.prove`.
+    """
+
+    model: str
+    vnnlib: str
+    scratch: str
+    deadline: float | None = None
+    threads: int | None = None
+    dtype: str = "float32"
+    memory: float | None = None
+    boundary: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Of the property: its file's, without the endings."""
+        return Path(self.vnnlib).name.removesuffix(".gz").removesuffix(".vnnlib")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..child import Child, Stopped
 from ..errors import AttnBoundsError, InputError
 from ..memory import parse_memory
 from ..plain import json_line
-from .answer import Answer
+from .answer import Answer, Job
 
 RESERVE = (0.03, 0.3)  # part of the time limit and seconds before it after which nothing new is begun
 
@@ -62,23 +62,14 @@ def verify(
         raise InputError(f"unknown dtype {dtype!r}; known: float32, float64")
     limit = parse_memory(memory)
     started = time.monotonic() if started is None else started
-    name = Path(vnnlib).name.removesuffix(".gz").removesuffix(".vnnlib")
     left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
     deadline = None  # for the child
     if timeout is not None and left is not None:
         deadline = time.time() + left - (RESERVE[0] * timeout + RESERVE[1])
-    job: dict[str, Any] = {
-        "vnnlib": str(vnnlib),
-        "name": name,
-        "deadline": deadline,
-        "threads": threads,
-        "dtype": dtype,
-        "memory": limit,
-        "boundary": boundary,
-        "options": options,
-    }
     with tempfile.TemporaryDirectory(prefix="attn-bounds-") as folder:
-        job["model"] = _unpacked(model, folder)
+        job = Job(
+            _unpacked(model, folder), str(vnnlib), folder, deadline, threads, dtype, limit, boundary, options
+        )
         answer = _watch(job, left, timeout)
     if answer.status == "unknown" and deadline is not None and time.time() >= deadline:
         answer = replace(answer, status="timeout")
@@ -101,10 +92,10 @@ def _unpacked(model: str | Path, folder: str) -> str:
         raise InputError(f"{model}: cannot be read ({e.strerror or e})") from None
 
 
-def _watch(job: dict[str, Any], left: float | None, timeout: float | None) -> Answer:
+def _watch(job: Job, left: float | None, timeout: float | None) -> Answer:
     """Run the job in a child; what it had found when it ended or was ended."""
-    last = Answer(job["name"], "unknown", reason="nothing was computed")
-    child = Child("attn_bounds.search.worker:work", job, memory=job["memory"])
+    last = Answer(job.name, "unknown", reason="nothing was computed")
+    child = Child("attn_bounds.search.worker:work", job, memory=job.memory)
     try:
         for kind, answer in child.messages(left):
             last = answer
@@ -156,7 +147,7 @@ def run(
 
     0 for any verdict, 1 for an internal error, 2 for bad input or an unwritable results file, 128 and the
     signal's number when a signal ended it."""
-    name = vnnlib.name.removesuffix(".gz").removesuffix(".vnnlib")
+    name = Job("", str(vnnlib), "").name
     with ending_on_signals() as ignore:
         try:
             answer = verify(model, vnnlib, started=started, **options)

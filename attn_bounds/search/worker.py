@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -12,17 +13,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ..child import end_with_parent
-from ..errors import AttnBoundsError
-from .answer import Answer, Witness
+from ..errors import AttnBoundsError, InputError
+from .answer import Answer, Job, Witness
 
 STATUS = {"verified": "unsat", "falsified": "sat", "unknown": "unknown"}
 
 
-def work(connection: Connection, job: dict[str, Any]) -> None:
-    """Sends ("partial", Answer) now and then and ("done", Answer) at the end, or ("error", exception).
-
-    job: model, vnnlib, name; deadline (`time.time()` or None), threads, dtype, memory, boundary; options of
-    `engine.prove`."""
+def work(connection: Connection, job: Job) -> None:
+    """Sends ("partial", Answer) now and then and ("done", Answer) at the end, or ("error", exception)."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     os.dup2(2, 1)  # stdout is for the answer; whatever libraries print goes to stderr
@@ -46,19 +44,37 @@ def work(connection: Connection, job: dict[str, Any]) -> None:
         send("error", RuntimeError(f"{type(e).__name__}: {e}"))
 
 
-def verify(job: dict[str, Any], report: Callable[[Answer], None]) -> Answer:
+def verify(job: Job, report: Callable[[Answer], None]) -> Answer:
     """The answer to the job's property; its seconds are left to the parent."""
     import torch
+
+    from onnx_export import joined
 
     from ..verifier import Verifier
     from ..vnnlib import read_vnnlib
 
-    if job["threads"] is not None:
-        torch.set_num_threads(job["threads"])
-    dtype = torch.float64 if job["dtype"] == "float64" else torch.float32
-    options = {"logits": False, "dtype": dtype, "memory": job["memory"], "boundary": job["boundary"]}
-    verifier = Verifier(job["model"], **options)
-    prop = read_vnnlib(job["vnnlib"], verifier.input_shape, verifier.outputs)
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    dtype = torch.float64 if job.dtype == "float64" else torch.float32
+    options: dict[str, Any] = {
+        "logits": False,
+        "dtype": dtype,
+        "memory": job.memory,
+        "boundary": job.boundary,
+    }
+    model, sizes = job.model, []
+    if max(joined.counts(model)) > 1:
+        model = os.path.join(job.scratch, "joined.onnx")
+        sizes = joined.join(job.model, model)
+    try:
+        verifier = Verifier(model, **options)
+    except InputError as e:
+        raise type(e)(str(e).replace(str(model), job.model)) from None
+    prop = read_vnnlib(job.vnnlib, verifier.input_shape, verifier.outputs)
+    found = [math.prod(v.shape) for v in prop.inputs]
+    if sizes and found and found != sizes:
+        where = f"{job.vnnlib}: declares inputs of {found} entries"
+        raise InputError(f"{where}, but those of the model have {sizes}; give the property of this model")
     declared = tuple((v.name, v.type, v.shape) for v in (*prop.inputs, *prop.outputs))
 
     def answer(c: Any) -> Answer:
@@ -66,9 +82,9 @@ def verify(job: dict[str, Any], report: Callable[[Answer], None]) -> Answer:
         if c.counterexample is not None:
             outputs = verifier.replay(c.counterexample).flatten().tolist()
             witness = Witness(c.counterexample.flatten().tolist(), outputs, declared)
-        return Answer(job["name"], STATUS[c.status], c.margin, c.method, 0.0, witness, c.reason, c.tried)
+        return Answer(job.name, STATUS[c.status], c.margin, c.method, 0.0, witness, c.reason, c.tried)
 
-    left = None if job["deadline"] is None else max(0.0, job["deadline"] - time.time())
+    left = None if job.deadline is None else max(0.0, job.deadline - time.time())
     return answer(
-        verifier.certify_property(prop, time_limit=left, report=lambda c: report(answer(c)), **job["options"])
+        verifier.certify_property(prop, time_limit=left, report=lambda c: report(answer(c)), **job.options)
     )

@@ -186,19 +186,10 @@ def _network(rng: np.random.Generator, kind: str) -> onnx.ModelProto:
 def outcome(case: Known, timeout: float) -> dict[str, Any]:
     """Our answer beside the known one, in this process."""
     from attn_bounds.search import worker
+    from attn_bounds.search.answer import Job
 
     begin = time.perf_counter()
-    job = {
-        "model": str(case.model),
-        "vnnlib": str(case.vnnlib),
-        "name": case.vnnlib.stem,
-        "deadline": time.time() + timeout,
-        "threads": None,
-        "dtype": "float32",
-        "memory": None,
-        "boundary": False,
-        "options": {},
-    }
+    job = Job(str(case.model), str(case.vnnlib), str(case.model.parent), time.time() + timeout)
     answer = worker.verify(job, lambda _: None)
     row = answer.row()
     wrong = {answer.status, case.verdict} == {"sat", "unsat"}
