@@ -103,7 +103,7 @@ def _standard(b: Lowering) -> Results:
             raise Refused("the shapes of queries and keys are not known")
         heads, kv_heads = q_shape[1], k_shape[1]
     masks = []
-    if b.integer("is_causal", 0):
+    if b.integer("is_causal", 0) == 1:
         masks.append(_causal(b, query, key, aligned_right=False))
     mask = b.given(3)
     if mask is not None:
@@ -152,7 +152,7 @@ def _microsoft(b: Lowering) -> Results:
     masks = _padding(b, b.given(3))
     if (added := b.given(5)) is not None:
         masks.append(added)
-    if b.integer("unidirectional", 0):
+    if b.integer("unidirectional", 0) == 1:
         masks.append(_causal(b, query, key, aligned_right=True))
     return {0: _merge_heads(b, _attend(b, query, key, value, b.real("scale", 0.0), masks))}
 
@@ -179,7 +179,7 @@ def _microsoft_heads(b: Lowering) -> Results:
     masks = _padding(b, b.given(4))
     if (added := b.given(5)) is not None:
         masks.append(added)
-    if b.integer("unidirectional", 0):
+    if b.integer("unidirectional", 0) == 1:
         masks.append(_causal(b, query, key, aligned_right=True))
     return {0: _merge_heads(b, _attend(b, query, key, value, b.real("scale", 0.0), masks))}
 

@@ -107,6 +107,7 @@ def fold(model: ir.Model, path: str | Path) -> None:
         InputError: the graph contradicts itself.
     """
     try:
+        model.graph.sort()  # fails on a cycle
         common.InlinePass()(model)
         for _ in range(ROUNDS):
             folded = optimizer.fold_constants(

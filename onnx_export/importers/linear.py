@@ -189,6 +189,8 @@ def gemm(ctx: Context) -> Function:
         n = weight.shape[0]
         b = torch.zeros(n, dtype=torch.float64)
         if bias is not None:
+            if bias.numel() not in (1, n):
+                raise Unsupported(f"a bias of shape {tuple(bias.shape)} for {n} outputs")
             b = torch.broadcast_to(bias.double() * beta, (1, n))[0]
         if len(ctx.shapes[0]) > 2:  # a trace of F.linear would transpose the weight in a node of its own
             get_t, get_c = ctx.parameter(weight.T), ctx.parameter(b)
