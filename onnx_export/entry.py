@@ -17,7 +17,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from attn_bounds.errors import InputError, UnsupportedModelError
 
 from .given import FLOATS, INTEGERS, Fixed, Inputs, Sizes, free_inputs
-from .subgraph import embedded, pruned, resolve
+from .subgraph import embedded, only_shape_of, pruned, resolve
 
 
 @dataclass
@@ -150,6 +150,8 @@ def _cut(proto: ModelProto, path: str | Path, inputs: Inputs, value: str, what: 
     info = helper.make_tensor_value_info(value, element, [first, *found.shape[1:]])
     rest = pruned(proto, list(proto.graph.output), info)
     left = [v.name for v in free_inputs(rest.graph) if v.name != value]
+    # an input of which only the shape matters, as in a mask of ones made on the way, has any value
+    feeds |= {n: np.zeros_like(v) for n, v in zeros.items() if n in left and only_shape_of(rest.graph, n)}
     unfixed = [n for n in left if n not in feeds]
     if value not in {v.name for v in rest.graph.input}:
         raise InputError(f"{path}: the output does not depend on {value}")

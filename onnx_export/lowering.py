@@ -187,6 +187,18 @@ def _einsum(b: Lowering) -> Results:
     return {0: b.transpose(y, [have.index(c) for c in out])}
 
 
+def _fused_gemm(b: Lowering) -> Results:
+    """Gemm with an activation behind it."""
+    name = b.source.attributes.get_string("activation", "")
+    if name not in ("Relu", "LeakyRelu", "Tanh", "Sigmoid"):
+        raise Refused(f"activation {name}")
+    attributes = {k: b.real(k, 1.0) for k in ("alpha", "beta")}
+    flags = {k: b.integer(k, 0) for k in ("transA", "transB")}
+    y = b.op("Gemm", *b.source.inputs, **attributes, **flags)
+    slope = {"alpha": b.real("activation_alpha", 0.01)} if name == "LeakyRelu" else {}
+    return {0: b.op(name, y, **slope)}
+
+
 Rule = Callable[[Lowering], Results]
 RULES: dict[tuple[str, str], Rule] = {
     (MICROSOFT, "LayerNormalization"): _norm,
@@ -199,6 +211,7 @@ RULES: dict[tuple[str, str], Rule] = {
     (MICROSOFT, "FastGelu"): _gelu,
     (MICROSOFT, "QuickGelu"): _quick_gelu,
     (MICROSOFT, "FusedMatMul"): _fused_matmul,
+    (MICROSOFT, "FusedGemm"): _fused_gemm,
     ("", "Einsum"): _einsum,
 }
 

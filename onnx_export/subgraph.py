@@ -53,6 +53,14 @@ def pruned(proto: ModelProto, outputs: Sequence[ValueInfoProto], at: ValueInfoPr
     return result
 
 
+def only_shape_of(graph: GraphProto, name: str) -> bool:
+    """Whether nothing but its shape is asked of a value."""
+    users = [node for node in graph.node if name in _inner_names(node)]
+    return all(node.op_type in ("Shape", "Size") for node in users) and all(
+        o.name != name for o in graph.output
+    )
+
+
 def embedded(graph: GraphProto, ids: str) -> str | None:
     """The value behind the embedding of an integer input: behind the sum with other embeddings, if any."""
     users: dict[str, list[NodeProto]] = {}
