@@ -2,7 +2,8 @@
 
 As in `ops.py`, the `symbolic` of each keeps it one node in a trace, so that a bound operator of ours can
 stand in for it. Gain and bias of a normalisation stay outside the node: they are linear, and bounded exactly
-as such.
+as such. Its mean square, `mean(z²) + eps`, is passed to it only to have bounds of its own, which are better
+than those that follow from the bounds of z.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from .ops import DOMAIN
 
 LAYER_NORM = f"{DOMAIN}::LayerNorm"
+MEAN_SQUARE = f"{DOMAIN}::MeanSquare"
 RMS_NORM = f"{DOMAIN}::RMSNorm"
 GELU = f"{DOMAIN}::Gelu"
 SILU = f"{DOMAIN}::Silu"
@@ -28,7 +30,8 @@ QUICK = 1.702  # the slope of QuickGELU's sigmoid
 class _Unary(torch.autograd.Function):
     """A function of one tensor, given by a plain formula which also gives the gradient.
 
-    A subclass sets `formula` and `symbolic`; what the formula takes besides the tensor is passed to `apply`.
+    A subclass sets `formula` and `symbolic`; what the formula takes besides the tensor is passed to `apply`,
+    and so is what a bound wants to know besides, through which no gradient flows.
     """
 
     formula: Callable[..., Tensor]
@@ -50,12 +53,18 @@ class _Unary(torch.autograd.Function):
         return found, *[None] * len(ctx.options)
 
 
-def _layer_norm(x: Tensor, axes: int, eps: float) -> Tensor:
-    return F.layer_norm(x, [int(d) for d in x.shape[x.ndim - axes :]], eps=eps)  # constants in a trace
+def _mean_square(x: Tensor, axes: int, eps: float, centred: bool) -> Tensor:
+    dims = tuple(range(-axes, 0))
+    z = x - x.mean(dims, keepdim=True) if centred else x
+    return z.square().mean(dims, keepdim=True) + eps
 
 
-def _rms_norm(x: Tensor, axes: int, eps: float) -> Tensor:
-    return x / (x.square().mean(tuple(range(-axes, 0)), keepdim=True) + eps).sqrt()
+def _layer_norm(x: Tensor, mean_square: Tensor | None, axes: int, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[x.ndim - axes :], eps=eps)
+
+
+def _rms_norm(x: Tensor, mean_square: Tensor | None, axes: int, eps: float) -> Tensor:
+    return x / _mean_square(x, axes, eps, False).sqrt()
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
@@ -66,20 +75,28 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(QUICK * x)
 
 
+class _MeanSquare(_Unary):
+    formula = staticmethod(_mean_square)
+
+    @staticmethod
+    def symbolic(g: Any, x: Any, axes: int, eps: float, centred: bool) -> Any:
+        return g.op(MEAN_SQUARE, x, axes_i=axes, eps_f=eps, centred_i=int(centred)).setType(x.type())
+
+
 class _LayerNorm(_Unary):
     formula = staticmethod(_layer_norm)
 
     @staticmethod
-    def symbolic(g: Any, x: Any, axes: int, eps: float) -> Any:
-        return g.op(LAYER_NORM, x, axes_i=axes, eps_f=eps).setType(x.type())
+    def symbolic(g: Any, x: Any, mean_square: Any, axes: int, eps: float) -> Any:
+        return g.op(LAYER_NORM, x, mean_square, axes_i=axes, eps_f=eps).setType(x.type())
 
 
 class _RMSNorm(_Unary):
     formula = staticmethod(_rms_norm)
 
     @staticmethod
-    def symbolic(g: Any, x: Any, axes: int, eps: float) -> Any:
-        return g.op(RMS_NORM, x, axes_i=axes, eps_f=eps).setType(x.type())
+    def symbolic(g: Any, x: Any, mean_square: Any, axes: int, eps: float) -> Any:
+        return g.op(RMS_NORM, x, mean_square, axes_i=axes, eps_f=eps).setType(x.type())
 
 
 class _Gelu(_Unary):
@@ -130,12 +147,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, axes: i
     Returns:
         as x.
     """
-    return _affine(_LayerNorm.apply(x, int(axes), float(eps)), weight, bias)
+    mean_square = _MeanSquare.apply(x, int(axes), float(eps), True)
+    return _affine(_LayerNorm.apply(x, mean_square, int(axes), float(eps)), weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, axes: int = 1, eps: float) -> Tensor:
     """`x / √(mean(x²) + eps) · weight`, over the last `axes` dimensions; shapes as in `layer_norm`."""
-    return _affine(_RMSNorm.apply(x, int(axes), float(eps)), weight, None)
+    mean_square = _MeanSquare.apply(x, int(axes), float(eps), False)
+    return _affine(_RMSNorm.apply(x, mean_square, int(axes), float(eps)), weight, None)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

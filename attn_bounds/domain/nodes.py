@@ -85,6 +85,8 @@ def reads(node: Any) -> list[Any]:
         return [*scores.inputs, v] if is_unit(node) else [weights, v]
     if (whole := split_softmax(node)) is not None:
         return [whole[0]]
+    if kind(node) in NORMALIZATIONS:
+        return [node.inputs[0]]
     return list(node.inputs)
 
 
@@ -218,5 +220,14 @@ def _normalized(node: Any, x: AffineForm, groups: Groups, label: str, bounds: Bo
     bounds[node.inputs[0].name] = x.centre + low, x.centre + high
     shape, rank = x.centre.shape, x.centre.ndim
     rows = x.linear(lambda t: t.flatten(rank - node.axes))
-    output = layer_norm(rows, groups, label, node.eps, node.centred)
+    output, squares = layer_norm(rows, groups, label, node.eps, node.centred)
+    square = node.inputs[1]
+    bounds[square.name] = outward(*squares, x.centre.dtype, tuple(square.output_shape[1:]))
     return output.linear(lambda t: t.reshape(len(t), *shape[1:]))
+
+
+def outward(low: Tensor, high: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Bounds in another dtype, rounded outwards, (batch, *shape)."""
+    room = 2.0 * torch.finfo(dtype).eps
+    low, high = low - room * low.abs(), high + room * high.abs()
+    return low.to(dtype).reshape(-1, *shape), high.to(dtype).reshape(-1, *shape)

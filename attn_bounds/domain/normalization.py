@@ -14,6 +14,7 @@ from ..sensitivity.normalization import (
     remainder_range,
     scalars,
     scale,
+    square_range,
 )
 from .attention import gram_factor
 from .forms import AffineForm, Groups, Rest
@@ -86,13 +87,18 @@ class NormalizationRemainder(ErrorSet):
         return (low * grow).to(w.dtype), (high * grow).to(w.dtype)
 
 
-def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bool = True) -> AffineForm:
+def layer_norm(
+    x: AffineForm, groups: Groups, label: str, eps: float, center: bool = True
+) -> tuple[AffineForm, tuple[Tensor, Tensor]]:
     """`z / √(‖z‖²/d + ϵ)` over the last axis, z centred (LayerNorm) or not (RMSNorm); no gain, no bias.
 
     A token that moves so far that its remainder is larger than its difference gets no linear part.
 
     Arguments:
         x: (batch, …, d).
+
+    Returns:
+        the output, and bounds of `‖z‖²/d + ϵ`, (batch, …).
     """
     dtype, shape = x.centre.dtype, x.centre.shape
     d = shape[-1]
@@ -118,6 +124,8 @@ def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bo
     rounding = (groups.growth - 1) * z_size * rho  # of sums that cancel
     t_low, t_high = (t_low - rounding).clamp(max=0.0), t_high + rounding
     values = scalars(z_size, s, d, eps, t_low, t_high, rho)
+    ends = square_range(z_size, s, d, eps, t_low, t_high, rho)
+    squares = ends[0].reshape(shape[:-1]), ends[1].reshape(shape[:-1])
     reach, far = remainder_norm(z_size, rho, values), difference_norm(s, d, rho)
     flat = ~(reach <= far)  # there the Jacobian is worth less than nothing
     reach = torch.where(flat, far, reach) * groups.growth
@@ -132,8 +140,8 @@ def layer_norm(x: AffineForm, groups: Groups, label: str, eps: float, center: bo
         groups.folded.append((label, output[0].numel()))
         length = reach.to(dtype) * groups.growth
         rest = Rest(length.unsqueeze(-1).expand(output.shape), length)
-        return AffineForm(output, own, rest).linear(lambda t: t.reshape(len(t), *shape[1:]))
+        return AffineForm(output, own, rest).linear(lambda t: t.reshape(len(t), *shape[1:])), squares
     start = groups.add(NormalizationRemainder(label, z, s, values, moves, reach, flat, center))
     index = torch.arange(output[0].numel())
     form = AffineForm(output, append_identity(own, start, index))
-    return form.linear(lambda t: t.reshape(len(t), *shape[1:]))
+    return form.linear(lambda t: t.reshape(len(t), *shape[1:])), squares

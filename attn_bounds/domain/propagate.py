@@ -339,10 +339,10 @@ class Domain:
         output, box, found = attention(q, k, v, scores_node.scale, mask, groups, label, distance)
         shape = weights_node.output_shape[1:]
         dtype = q.centre.dtype
-        bounds[weights_node.name] = _outward(box[0], box[1], dtype, shape)
+        bounds[weights_node.name] = rules_of.outward(box[0], box[1], dtype, shape)
         if found is not None:
             local[node.name] = found
-            bounds[scores_node.name] = _outward(found.scores[1], found.scores[2], dtype, shape)
+            bounds[scores_node.name] = rules_of.outward(found.scores[1], found.scores[2], dtype, shape)
             for name, form in given.items():
                 if name in self.moving:
                     ranges = groups.ranges(form.generators, form.rest)
@@ -366,13 +366,6 @@ class Domain:
         value = value.reshape((1,) * (rank - value.ndim) + value.shape)
         value = value.expand(like.centre.shape[0], *value.shape[1:])
         return AffineForm(value, value.new_zeros((value.shape[0], groups.sets[0].size, *value.shape[1:])))
-
-
-def _outward(low: Tensor, high: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Bounds in another dtype, rounded outwards, (batch, *shape)."""
-    room = 2.0 * torch.finfo(dtype).eps
-    low, high = low - room * low.abs(), high + room * high.abs()
-    return low.to(dtype).reshape(-1, *shape), high.to(dtype).reshape(-1, *shape)
 
 
 def _as_heads(form: AffineForm) -> AffineForm:

@@ -15,6 +15,7 @@ def operators() -> dict[str, Any]:
         "attn_bounds::AttentionWeights": attention.BoundAttentionWeights,
         "attn_bounds::AttentionAverage": attention.BoundAttentionAverage,
         "attn_bounds::LayerNorm": normalization.BoundLayerNorm,
+        "attn_bounds::MeanSquare": normalization.BoundMeanSquare,
         "attn_bounds::RMSNorm": normalization.BoundRMSNorm,
         "attn_bounds::Erf": activation.BoundErf,
         "attn_bounds::Gelu": activation.BoundGelu,

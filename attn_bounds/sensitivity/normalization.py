@@ -45,6 +45,28 @@ def _q(t: Tensor, s: Tensor, d: int) -> Tensor:
     return (u / (1.0 + root)).square() * (root + 2.0) / (2.0 * root * s)
 
 
+def _u_range(
+    z_size: Tensor, s: Tensor, d: int, eps: float, t_low: Tensor, t_high: Tensor, rho: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Range of u, see `scalars`."""
+    ds2 = d * s.square()
+    ratio = eps / s.square() - 1.0  # 1 + u = s'²/s², and s'² ≥ ϵ
+    u_low = torch.maximum(2.0 * t_low / ds2, ratio)
+    u_low = torch.maximum(u_low, (z_size - rho).clamp(min=0.0).square() / ds2 + ratio)
+    u_low = u_low.clamp(min=-1.0, max=0.0)
+    u_high = ((2.0 * t_high + rho.square()) / ds2).clamp(min=0.0)
+    return u_low, u_high
+
+
+def square_range(
+    z_size: Tensor, s: Tensor, d: int, eps: float, t_low: Tensor, t_high: Tensor, rho: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Range of s'², rounded outwards; arguments as those of `scalars`, (…) each."""
+    low, high = _u_range(z_size, s, d, eps, t_low, t_high, rho)
+    room = ROUNDING * torch.finfo(s.dtype).eps
+    return s.square() * (1.0 + low - room), s.square() * (1.0 + high) * (1.0 + room)
+
+
 def scalars(
     z_size: Tensor, s: Tensor, d: int, eps: float, t_low: Tensor, t_high: Tensor, rho: Tensor
 ) -> Scalars:
@@ -54,12 +76,8 @@ def scalars(
         z_size: ‖z‖₂ at the centre; s: its scale. (…) all.
         d: number of features.
     """
+    u_low, u_high = _u_range(z_size, s, d, eps, t_low, t_high, rho)
     ds2 = d * s.square()
-    ratio = eps / s.square() - 1.0  # 1 + u = s'²/s², and s'² ≥ ϵ
-    u_low = torch.maximum(2.0 * t_low / ds2, ratio)
-    u_low = torch.maximum(u_low, (z_size - rho).clamp(min=0.0).square() / ds2 + ratio)
-    u_low = u_low.clamp(min=-1.0, max=0.0)
-    u_high = ((2.0 * t_high + rho.square()) / ds2).clamp(min=0.0)
     # 1/√(1+u) − 1 = −u / (√(1+u) (1 + √(1+u)))
     up, down = (1.0 + u_low).sqrt(), (1.0 + u_high).sqrt()
     change = torch.maximum(-u_low / (up * (1.0 + up)), u_high / (down * (1.0 + down))) / s

@@ -235,25 +235,54 @@ class Box(NamedTuple):
     centred: bool
 
 
-def box(low: Tensor, high: Tensor, eps: float, centred: bool) -> Box:
-    """`Box` of (…, d)."""
-    lower, upper = (t.double() for t in value_range(low, high, eps, centred))
+class MeanSquare(NamedTuple):
+    """`v = s'²` over a box, (…, 1) each: range, value at the centre, and what ‖Cδ‖²/d adds at most."""
+
+    low: Tensor
+    high: Tensor
+    own: Tensor
+    most: Tensor
+
+
+def mean_square(low: Tensor, high: Tensor, eps: float, centred: bool) -> MeanSquare:
+    """Range and planes of `mean(z²) + eps` over a box (…, d), float64."""
     low, high = low.double(), high.double()
     d = low.shape[-1]
-    centre, half = (low + high) / 2, (high - low) / 2
-    half = half + 2 * EPS * centre.abs()
-    z = centre - centre.mean(-1, keepdim=True) if centred else centre
+    centre, half, z = _middle(low, high, centred)
     reach = half * (1.0 - 1.0 / d) + (half.sum(-1, keepdim=True) - half) / d if centred else half
     square, grow = z.square().sum(-1, keepdim=True), 1.0 + 4 * (d + 8) * EPS
     along = (z.abs() * half).sum(-1, keepdim=True)
     length = half.square().sum(-1, keepdim=True) * grow
-    own = square / d + eps
     least = (z.abs() - reach * (1.0 + 8 * EPS)).clamp(min=0.0).square().sum(-1, keepdim=True)
     ball = (square.sqrt() / grow - length.sqrt()).clamp(min=0.0).square()
     v_low = (torch.maximum(least, ball) / grow).clamp(min=0.0) / d + eps
     v_high = (square + 2 * along + length) * grow / d + eps
+    return MeanSquare(v_low, v_high, square / d + eps, length / d)
+
+
+def _middle(low: Tensor, high: Tensor, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Centre, half widths and centred centre of a box."""
+    centre, half = (low + high) / 2, (high - low) / 2
+    z = centre - centre.mean(-1, keepdim=True) if centred else centre
+    return centre, half + 2 * EPS * centre.abs(), z
+
+
+def box(
+    low: Tensor, high: Tensor, eps: float, centred: bool, known: tuple[Tensor, Tensor] | None = None
+) -> Box:
+    """`Box` of (…, d); known: bounds of the mean square from elsewhere, (…, 1)."""
+    lower, upper = (t.double() for t in value_range(low, high, eps, centred))
+    square = mean_square(low, high, eps, centred)
+    v_low, v_high, own = square.low, square.high, square.own
+    if known is not None:
+        room = 4 * torch.finfo(known[0].dtype).eps
+        v_low = torch.maximum(v_low, known[0].double() * (1.0 - room))
+        v_high = torch.minimum(v_high, known[1].double() * (1.0 + room))
+        v_low = torch.minimum(v_low, v_high)  # rounding
+    d = low.shape[-1]
+    centre, half, z = _middle(low.double(), high.double(), centred)
     w_low, w_high = v_high.rsqrt() * (1.0 - 4 * EPS), v_low.rsqrt() * (1.0 + 4 * EPS)
-    far = own + length / d
+    far = own + square.most
     below = far.rsqrt() * (1.0 - 4 * EPS), -far.rsqrt() / (far * d)
     root_low, root_high = v_low.sqrt(), v_high.sqrt()
     chord = -1.0 / (root_low * root_high * (root_low + root_high))

@@ -113,7 +113,7 @@ def test_rule_is_never_exceeded(radius: float, norm: float, center: bool) -> Non
         form = AffineForm(tensor(seed + 5, 1, 2, 4), g)
         groups = Groups(growth=1.0)
         groups.add(Ball("input", 5, norm, 1, g))
-        out = layer_norm(form, groups, "norm", eps, center)
+        out, _ = layer_norm(form, groups, "norm", eps, center)
         functional = torch.cat([tensor(seed + 9, 3, 8), torch.eye(8, dtype=torch.float64)[:2]])
         low, high = row_bounds(out, groups, functional)
         found_high = attack(form, functional, norm, eps, center)
@@ -135,7 +135,7 @@ def test_errors_lie_in_the_ball(dtype: torch.dtype) -> None:
         groups.add(Ball("input", 5, 2.0, 1, g))
         x, _ = relu(AffineForm(tensor(4, 1, 2, 4).to(dtype), g), groups, "relu")
         before = len(groups.sets)
-        out = layer_norm(x, groups, "norm", 1e-3)
+        out, squares = layer_norm(x, groups, "norm", 1e-3)
         z = tensor(5, 4000, 5)
         z = z / z.norm(dim=1, keepdim=True)
         entered = tensor(4, 1, 2, 4).to(dtype).double() + torch.einsum("zk,ktd->ztd", z, g[0].double())
@@ -149,6 +149,8 @@ def test_errors_lie_in_the_ball(dtype: torch.dtype) -> None:
             symbols.append(error.flatten(1)[:, picked])
         e = torch.cat(symbols, 1)
         result = norm_of(torch.relu(entered), 1e-3, True)
+        square = torch.relu(entered).var(-1, correction=0) + 1e-3
+        assert (square >= squares[0].double()).all() and (square <= squares[1].double()).all()
         moved = torch.einsum("zk,ktd->ztd", e, out.generators[0, : e.shape[1]].double())
         rest = (result - out.centre.double() - moved).flatten(1)
         error_set = groups.sets[before]
@@ -167,7 +169,7 @@ def test_far_away_the_sphere_is_the_bound(center: bool) -> None:
     form = AffineForm(tensor(8, 1, 1, 4), g)
     groups = Groups(growth=1.0)
     groups.add(Ball("input", 4, 2.0, 1, g))
-    out = layer_norm(form, groups, "norm", 1e-5, center)
+    out, _ = layer_norm(form, groups, "norm", 1e-5, center)
     functional = tensor(9, 3, 4)
     low, high = row_bounds(out, groups, functional)
     free = functional - functional.mean(1, keepdim=True) if center else functional
@@ -196,7 +198,7 @@ def test_batch_equals_loop_and_nan_stays() -> None:
     def run(rows: slice) -> tuple[Tensor, Tensor]:
         groups = Groups(growth=1.0)
         groups.add(Ball("input", 4, 2.0, len(c[rows]), g))
-        out = layer_norm(AffineForm(c[rows], g[rows]), groups, "norm", 1e-5)
+        out, _ = layer_norm(AffineForm(c[rows], g[rows]), groups, "norm", 1e-5)
         return groups.total(groups.ranges(out.generators), out.centre)
 
     low, high = run(slice(None))
