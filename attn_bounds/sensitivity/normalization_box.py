@@ -248,7 +248,7 @@ def mean_square(low: Tensor, high: Tensor, eps: float, centred: bool) -> MeanSqu
     """Range and planes of `mean(z²) + eps` over a box (…, d), float64."""
     low, high = low.double(), high.double()
     d = low.shape[-1]
-    centre, half, z = _middle(low, high, centred)
+    _, half, z = _middle(low, high, centred)
     reach = half * (1.0 - 1.0 / d) + (half.sum(-1, keepdim=True) - half) / d if centred else half
     square, grow = z.square().sum(-1, keepdim=True), 1.0 + 4 * (d + 8) * EPS
     along = (z.abs() * half).sum(-1, keepdim=True)
