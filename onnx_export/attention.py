@@ -128,7 +128,7 @@ def _trace_average(value: ir.Value, steps: list[Step], guarded: bool, depth: int
                     raise NoUnit(
                         f"MatMul {node.name} mixes the heads between softmax and average (talking heads)"
                     )
-                return Average(node, steps, use.idx == 0, guarded)
+                return Average(node, other, steps, use.idx == 0, guarded)
             if use.idx == 0 and passes(node):
                 return _trace_average(node.outputs[0], steps, guarded, depth - 1)
             if use.idx == 0 and (step := views.step_of(node)) is not None:

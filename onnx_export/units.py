@@ -63,119 +63,149 @@ class Average:
     """The product of the weights and the values."""
 
     node: ir.Node
+    values: ir.Value
     steps: list[Step]  # from the weights to the operand
     left: bool  # the weights are the first operand
     guarded: bool  # weights of a query without any key are 0, not NaN
 
 
-def emit(graph: ir.Graph, softmax: ir.Node, scores: Scores, average: Average) -> Attention:
-    """Put the three operators in place of the product, the softmax and the average."""
-    out = average.node.outputs[0]
-    builder = Builder(graph, average.node.name or str(out.name), softmax.outputs[0].dtype)
-    query, key_t = scores.query, scores.key
-    factor, mask = scores.factor, scores.mask
-    if scores.kind == "dot":
-        (of_query, query), (of_key, key_t) = (_peeled(builder, v) for v in (query, key_t))
-        factor = factor * (of_query * of_key)
-    q_shape, k_shape = sizes(query), sizes(key_t)
+@dataclass(frozen=True)
+class _Plan:
+    """Sizes of a unit in the axes of its product, and the way from its weights to the values."""
+
+    lead: tuple[int, ...]
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    swapped: bool  # the softmax is over the rows of the product: queries and keys change roles
+    steps: list[Step]  # of the leading axes, from the weights to where they meet the values
+    lead_out: tuple[int, ...]  # leading axes there
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """Leading axes that the operators take: the batch, of size 1 here, and one axis for the heads."""
+        plain = len(self.lead) in (1, 2) and self.lead[0] == 1
+        return self.lead if plain else (1, count(self.lead))
+
+
+def _plan(query: ir.Value, key: ir.Value, scores: Scores, average: Average) -> _Plan:
+    q_shape, k_shape = sizes(query), sizes(key)
     if q_shape is None or k_shape is None or min(len(q_shape), len(k_shape)) < 2:
         raise NoUnit("the shapes of queries and keys are not known")
-    key_shape = k_shape if scores.transposed else (*k_shape[:-2], k_shape[-1], k_shape[-2])
     lead = tuple(np.broadcast_shapes(q_shape[:-2], k_shape[:-2]))
     rank = len(lead) + 2
     if scores.axis not in (rank - 1, rank - 2):
         raise NoUnit("it is over an axis that is neither that of the queries nor that of the keys")
+    swapped = scores.axis == rank - 2
     rows = views.on_rows(views.composed([*scores.steps, *average.steps]))
     if rows is None:
         raise NoUnit("its weights do not meet the values as rows")
-    steps, swap = rows
-    swap_product = (
-        scores.axis == rank - 2
-    )  # softmax over the rows of the product: queries and keys change roles
-    if (swap ^ swap_product) == average.left:
+    steps, turned = rows
+    if (turned ^ swapped) == average.left:
         raise NoUnit("the values are averaged over the queries")
-    values = average.node.inputs[1 if average.left else 0]
-    v_shape, out_shape = sizes(values), sizes(out)
-    n, m = q_shape[-2], key_shape[-2]
-    if swap_product:
-        n, m = m, n
-    lead_out = steps[-1].after if steps else lead
-    if values is None or v_shape is None or out_shape is None or len(v_shape) < 2:
+    v_shape = sizes(average.values)
+    out_shape, lead_out = sizes(average.node.outputs[0]), steps[-1].after if steps else lead
+    if v_shape is None or out_shape is None or len(v_shape) < 2:
         raise NoUnit("the shape of the values is not known")
-    v_t = not average.left
-    v_dim = v_shape[-2 if v_t else -1]
-    if v_shape[-1 if v_t else -2] != m or out_shape[:-2] != lead_out:
+    n, m = q_shape[-2], k_shape[-2 if scores.transposed else -1]
+    if swapped:
+        n, m = m, n
+    m_values, width = v_shape[-2:] if average.left else v_shape[:-3:-1]
+    if m_values != m or out_shape[:-2] != lead_out:
         raise NoUnit(f"values of shape {v_shape} do not match {n} queries and {m} keys")
-    scale, row_factor, key_factor, mask, dead = _factors(
-        factor, mask, (*lead, q_shape[-2], key_shape[-2]), swap_product
-    )
-    if dead is not None and not average.guarded:
-        raise NoUnit("its mask excludes every key of some query")
+    return _Plan(lead, n, m, q_shape[-1], width, swapped, steps, lead_out)
 
-    # queries (…, n, d), keys (…, m, d) and values (…, m, dv), all with the leading axes of the product
-    key = key_t if scores.transposed else builder.swapped(key_t)
-    query = builder.expand(query, (*lead, *q_shape[-2:]))
-    kv = _repeated(key_t)
-    key = builder.expand(key, (*lead, *key_shape[-2:]))
-    if swap_product:
+
+def _operands(
+    builder: Builder,
+    plan: _Plan,
+    scores: Scores,
+    average: Average,
+    query: ir.Value,
+    key: ir.Value,
+    f: _Factors,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Queries (…, n, d), keys (…, m, d) and values (…, m, dv) as the operators take them."""
+    if not scores.transposed:
+        key = builder.swapped(key)
+    query, key = (builder.expand(v, (*plan.lead, *(sizes(v) or ())[-2:])) for v in (query, key))
+    if plan.swapped:
         query, key = key, query
-    if row_factor is not None:
-        query = builder.node("Mul", [query, builder.constant(row_factor, "factor")], sizes(query))
-    if key_factor is not None:
-        key = builder.node("Mul", [key, builder.constant(key_factor, "factor")], sizes(key))
-    if v_t:
-        values = builder.swapped(values)
-    values = builder.expand(values, (*lead_out, m, v_dim))
-    values = views.apply(builder, views.inverted(steps), values, kept=2)
+    if f.of_queries is not None:
+        query = builder.node("Mul", [query, builder.constant(f.of_queries, "factor")], sizes(query))
+    if f.of_keys is not None:
+        key = builder.node("Mul", [key, builder.constant(f.of_keys, "factor")], sizes(key))
+    values = average.values if average.left else builder.swapped(average.values)
+    values = builder.expand(values, (*plan.lead_out, plan.keys, plan.value_dim))
+    values = views.apply(builder, views.inverted(plan.steps), values, kept=2)
+    query, key, values = (
+        builder.reshape(v, (*plan.unit, *(sizes(v) or ())[-2:])) for v in (query, key, values)
+    )
+    return query, key, values
 
-    # the operators want the batch, of size 1 here, first and one axis for the heads
-    plain = len(lead) in (1, 2) and lead[0] == 1
-    heads = count(lead)
-    unit = lead if plain else (1, heads)
-    query, key, values = (builder.reshape(v, (*unit, *(sizes(v) or ())[-2:])) for v in (query, key, values))
-    inputs = [query, key]
-    if mask is not None:
-        full = np.broadcast_to(mask, (*lead, n, m)).reshape(*unit, n, m)
-        shared = full[:1, :1] if len(unit) == 2 else full
-        inputs.append(
-            builder.constant(
-                shared if np.array_equal(full, np.broadcast_to(shared, full.shape)) else full, "mask"
-            )
-        )
+
+def _mask(builder: Builder, plan: _Plan, mask: np.ndarray) -> ir.Value:
+    """The mask in the axes of the operators, stored once where all heads share it."""
+    n, m = plan.queries, plan.keys
+    full = np.broadcast_to(mask, (*plan.lead, n, m)).reshape(*plan.unit, n, m)
+    shared = full[:1, :1] if len(plan.unit) == 2 else full
+    same = np.array_equal(full, np.broadcast_to(shared, full.shape))
+    return builder.constant(np.ascontiguousarray(shared if same else full), "mask")
+
+
+def emit(graph: ir.Graph, softmax: ir.Node, scores: Scores, average: Average) -> Attention:
+    """Put the three operators in place of the product, the softmax and the average.
+
+    Raises:
+        NoUnit: the sizes do not fit, or the scores are more than scaled and masked; nothing has changed then.
+    """
+    out, weights = average.node.outputs[0], softmax.outputs[0]
+    builder = Builder(graph, average.node.name or str(out.name), weights.dtype)
+    query, key, factor = scores.query, scores.key, scores.factor
+    if scores.kind == "dot":
+        (of_query, query), (of_key, key) = (_peeled(builder, v) for v in (query, key))
+        factor = factor * (of_query * of_key)
+    plan = _plan(query, key, scores, average)
+    n, m = plan.queries, plan.keys
+    f = _factors(factor, scores.mask, len(plan.lead) + 2, plan.swapped)
+    if f.dead is not None and not average.guarded:
+        raise NoUnit("its mask excludes every key of some query")
+    if scores.kind != "dot" and (f.of_queries is not None or f.of_keys is not None):
+        raise NoUnit("its distances are scaled row by row")
+    repeated = max(_repeated(key), count(plan.lead) // count((sizes(key) or ())[:-2]))
+    q, k, v = _operands(builder, plan, scores, average, query, key, f)
+    inputs = [q, k] if f.mask is None else [q, k, _mask(builder, plan, f.mask)]
     kind = "AttentionScores" if scores.kind == "dot" else "L2Scores"
-    s = builder.node(kind, inputs, (*unit, n, m), {"scale": scale}, DOMAIN)
-    p = builder.node("AttentionWeights", [s], (*unit, n, m), domain=DOMAIN)
-    y = builder.node("AttentionAverage", [s, p, values], (*unit, n, v_dim), domain=DOMAIN)
-    if dead is not None:
-        alive = np.broadcast_to(~dead, (*lead, n, 1)).reshape(*unit, n, 1)
+    s = builder.node(kind, inputs, (*plan.unit, n, m), {"scale": f.scale}, DOMAIN)
+    p = builder.node("AttentionWeights", [s], (*plan.unit, n, m), domain=DOMAIN)
+    y = builder.node("AttentionAverage", [s, p, v], (*plan.unit, n, plan.value_dim), domain=DOMAIN)
+    if f.dead is not None:
+        alive = np.broadcast_to(~f.dead, (*plan.lead, n, 1)).reshape(*plan.unit, n, 1)
         keep = builder.constant(alive.astype(np.float64), "queries_with_keys")
-        y = builder.node("Mul", [y, keep], (*unit, n, v_dim))
-    y = builder.reshape(y, (*lead, n, v_dim))
-    y = views.apply(builder, steps, y, kept=2)
-    if v_t:
-        y = builder.swapped(y)
+        y = builder.node("Mul", [y, keep], sizes(y))
+    y = views.apply(builder, plan.steps, builder.reshape(y, (*plan.lead, n, plan.value_dim)), kept=2)
+    y = y if average.left else builder.swapped(y)
     builder.insert_before(average.node)
     replace(out, y)
-    if softmax.outputs[0].uses() and dead is None:  # by others than the average
-        other = builder.reshape(p, (*lead, n, m))
-        if swap_product:
-            other = builder.swapped(other)
-        other = views.apply(builder, scores.steps, other)
+    if weights.uses() and f.dead is None:  # by others than the average
+        other = builder.reshape(p, (*plan.lead, n, m))
+        other = views.apply(builder, scores.steps, builder.swapped(other) if plan.swapped else other)
         builder.insert_before(average.node)
-        weights = softmax.outputs[0]
         ir.convenience.replace_all_uses_with(weights, other, replace_graph_outputs=True)
+    heads = count(plan.lead)
     return Attention(
         name=scores.name,
         heads=heads,
-        kv_heads=max(1, heads // max(kv, count(lead) // count(k_shape[:-2]))),
+        kv_heads=max(1, heads // repeated),
         queries=n,
         keys=m,
-        head_dim=q_shape[-1],
-        value_dim=v_dim,
-        masked=mask is not None,
-        scale=scale,
+        head_dim=plan.head_dim,
+        value_dim=plan.value_dim,
+        masked=f.mask is not None,
+        scale=f.scale,
         kind=scores.kind,
-        causal=mask is not None and _is_causal(mask, n, m),
+        causal=f.mask is not None and _is_causal(f.mask, n, m),
     )
 
 
@@ -197,21 +227,31 @@ def _peeled(builder: Builder, value: ir.Value) -> tuple[float, ir.Value]:
     return factor, views.apply(builder, views.composed(steps), source)
 
 
-def _factors(
-    factor: np.ndarray, mask: np.ndarray | None, shape: tuple[int, ...], swap: bool
-) -> tuple[float, np.ndarray | None, np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-    """(scale, factor per query, factor per key, mask, queries without any key); `swap`: of the transposed.
+@dataclass(frozen=True)
+class _Factors:
+    """What scores are multiplied by, and what is added: `scale · (of_queries · of_keys)` and `mask`."""
+
+    scale: float
+    of_queries: np.ndarray | None = None  # (…, n, 1)
+    of_keys: np.ndarray | None = None  # (…, m, 1)
+    mask: np.ndarray | None = None
+    dead: np.ndarray | None = None  # (…, n, 1), queries without any key; their mask is 0
+
+
+def _factors(factor: np.ndarray, mask: np.ndarray | None, rank: int, swapped: bool) -> _Factors:
+    """Take the factor of the scores apart; `swapped`: it is given for the transposed scores.
 
     A factor of 0 where the score is replaced by one that excludes it (`Where`) makes no difference.
     """
-    factor = np.broadcast_to(factor, (1,) * (len(shape) - np.ndim(factor)) + np.shape(factor))
+
+    def aligned(array: np.ndarray) -> np.ndarray:
+        array = np.asarray(array)
+        array = array.reshape((1,) * (rank - array.ndim) + array.shape)
+        return array.swapaxes(-1, -2) if swapped else array
+
+    factor, dead = aligned(factor), None
     if mask is not None:
-        mask = np.asarray(mask).reshape((1,) * (len(shape) - np.ndim(mask)) + np.shape(mask))
-    if swap:
-        factor = factor.swapaxes(-1, -2)
-        mask = None if mask is None else mask.swapaxes(-1, -2)
-    dead = None
-    if mask is not None:
+        mask = aligned(mask)
         excluded = mask <= MASKED
         if np.any(factor == 0.0):
             factor, hidden = np.broadcast_arrays(factor, excluded)
@@ -219,21 +259,20 @@ def _factors(
                 raise NoUnit("some of its scores are replaced by a constant")
             kept = factor[factor != 0.0]
             if kept.size and np.all(kept == kept[0]):
-                factor = np.full((1,) * len(shape), kept[0])
+                factor = np.full((1,) * rank, kept[0])
         none = np.all(excluded, axis=-1, keepdims=True)
         if np.any(none):
-            dead = none
-            mask = np.where(dead, 0.0, mask)
-        if not np.any(mask):
-            mask = None
-    if (value := scalar(factor)) is not None:
-        return value, None, None, mask, dead
+            dead, mask = none, np.where(none, 0.0, mask)
+        mask = mask if np.any(mask) else None
     if not np.all(np.isfinite(factor)):
-        raise NoUnit("its scores are scaled by infinity")
-    if factor.shape[-1] == 1 or np.array_equal(factor, np.broadcast_to(factor[..., :1], factor.shape)):
-        return 1.0, factor[..., :1], None, mask, dead
-    if factor.shape[-2] == 1 or np.array_equal(factor, np.broadcast_to(factor[..., :1, :], factor.shape)):
-        return 1.0, None, factor[..., :1, :].swapaxes(-1, -2), mask, dead
+        raise NoUnit("its scores are scaled by what is not finite")
+    if (value := scalar(factor)) is not None:
+        return _Factors(value, mask=mask, dead=dead)
+    by_query, by_key = factor[..., :1], factor[..., :1, :]
+    if np.array_equal(factor, np.broadcast_to(by_query, factor.shape)):
+        return _Factors(1.0, of_queries=by_query, mask=mask, dead=dead)
+    if np.array_equal(factor, np.broadcast_to(by_key, factor.shape)):
+        return _Factors(1.0, of_keys=by_key.swapaxes(-1, -2), mask=mask, dead=dead)
     raise NoUnit("its scores are scaled entry by entry")
 
 
