@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from . import views
 from .algebra import ONE, parse
-from .distances import distances
+from .distances import Distances, differences, distances
 from .graph import constant, opset, passes, sizes
+from .patterns import guarded_weights
 from .units import Attention, Average, NoUnit, Scores, emit
 from .views import Step
 
@@ -45,20 +46,9 @@ def _trace_scores(node: ir.Node, axis: int) -> Scores:
             part = factor * own
             mask = part if mask is None else mask + part
         if len(terms) != 1:
-            found = distances(terms)
-            if found is None:
+            if (found := distances(terms)) is None:
                 raise NoUnit("its input is a sum of several terms that depend on the model's input")
-            return Scores(
-                found.query,
-                found.key,
-                True,
-                "distance",
-                factor * found.scale,
-                mask,
-                steps,
-                axis,
-                found.product.name or str(found.product.outputs[0].name),
-            )
+            return _of_distances(found, factor, mask, steps, axis)
         ((monomial, c),) = terms.items()
         factor = factor * c
         if len(monomial) != 1 or next(iter(monomial))[1] != 1.0:
@@ -78,6 +68,8 @@ def _trace_scores(node: ir.Node, axis: int) -> Scores:
             assert source.inputs[0] is not None
             value = source.inputs[0]
             continue
+        if (found := differences(atom)) is not None:
+            return _of_distances(found, factor, mask, steps, axis)
         if source.op_type != "MatMul":
             raise NoUnit(_between(source))
         query, key = source.inputs
@@ -88,6 +80,13 @@ def _trace_scores(node: ir.Node, axis: int) -> Scores:
         return Scores(
             query, key, False, "dot", factor, mask, steps, axis, source.name or str(source.outputs[0].name)
         )
+
+
+def _of_distances(
+    found: Distances, factor: np.ndarray, mask: np.ndarray | None, steps: list[Step], axis: int
+) -> Scores:
+    name = found.product.name or str(found.product.outputs[0].name)
+    return Scores(found.query, found.key, True, "distance", factor * found.scale, mask, steps, axis, name)
 
 
 def _between(node: ir.Node) -> str:
@@ -133,26 +132,13 @@ def _trace_average(value: ir.Value, steps: list[Step], guarded: bool, depth: int
                 return _trace_average(node.outputs[0], steps, guarded, depth - 1)
             if use.idx == 0 and (step := views.step_of(node)) is not None:
                 return _trace_average(node.outputs[0], [*steps, step], guarded, depth - 1)
-            if node.op_type == "Where" and use.idx == 2 and _is_guard(node, value):
+            if node.op_type == "Where" and use.idx == 2 and guarded_weights(node) is value:
                 return _trace_average(node.outputs[0], steps, True, depth - 1)
             if node.op_type not in ("IsNaN", "Where", "ReduceMean"):
                 reason = f"its output goes through {node.op_type} {node.name} before it meets the values"
         except NoUnit as e:
             reason = str(e)
     raise NoUnit(reason)
-
-
-def _is_guard(node: ir.Node, weights: ir.Value) -> bool:
-    """`Where(IsNaN(p), 0, p)`: exported around a softmax whose mask may exclude every key."""
-    condition, zero = node.inputs[0], constant(node.inputs[1])
-    test = condition.producer() if condition is not None else None
-    return (
-        test is not None
-        and test.op_type == "IsNaN"
-        and test.inputs[0] is weights
-        and zero is not None
-        and not np.any(zero)
-    )
 
 
 def fuse_attention(model: ir.Model) -> tuple[list[Attention], list[str]]:

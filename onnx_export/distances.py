@@ -11,6 +11,8 @@ import onnx_ir as ir
 from .algebra import ONE, Polynomial, scalar
 from .graph import constant, permutation, reduced_axes, sizes
 
+REDUCED = ("ReduceSum", "ReduceSumSquare")
+
 
 @dataclass(frozen=True)
 class Distances:
@@ -60,7 +62,7 @@ def _square_norm(value: ir.Value) -> tuple[ir.Value, tuple[int, ...]] | None:
             if kept != sorted(kept):
                 return None
         value = source
-    if node is None or node.op_type not in ("ReduceSum", "ReduceSumSquare"):
+    if node is None or node.op_type not in REDUCED:
         return None
     square = node.inputs[0]
     if square is None or square.shape is None or reduced_axes(node) != [len(square.shape) - 1]:
@@ -149,3 +151,29 @@ def distances(terms: Polynomial) -> Distances | None:
         if key is not None:
             return Distances(product, query, key, scale)
     return None
+
+
+def differences(value: ir.Value) -> Distances | None:
+    """`Σ (q_i − k_j)²` over the features, the differences formed one by one."""
+    found, source = _square_norm(value), value.producer()
+    if found is None or source is None or source.op_type not in REDUCED:
+        return None
+    node, shape = found[0].producer(), sizes(found[0])
+    if node is None or node.op_type != "Sub" or shape is None or found[1] != shape[:-1]:
+        return None
+    for q_axis, k_axis in ((-2, -3), (-3, -2)):  # q_i − k_j, or k_j − q_i
+        a, b = (_without_axis(v, axis) for v, axis in zip(node.inputs, (q_axis, k_axis), strict=True))
+        if a is not None and b is not None:
+            query, key = (a, b) if q_axis == -2 else (b, a)
+            return Distances(source, query, key, -1.0)
+    return None
+
+
+def _without_axis(value: ir.Value | None, axis: int) -> ir.Value | None:
+    """What an Unsqueeze (or Reshape) at this axis, counted from the end, was applied to."""
+    after, node = sizes(value), value.producer() if value is not None else None
+    if after is None or node is None or node.op_type not in ("Unsqueeze", "Reshape"):
+        return None
+    before = sizes(node.inputs[0])
+    fits = before is not None and after[axis] == 1 and before == (*after[:axis], *after[axis + 1 :])
+    return node.inputs[0] if fits else None

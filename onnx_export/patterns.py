@@ -58,7 +58,30 @@ def fuse_patterns(model: ir.Model) -> None:
             _fuse_normalization(model.graph, node)
         elif node.op_type == "Div":
             _fuse_softmax(model.graph, node, opset(model))
+        elif node.op_type == "Where" and guarded_weights(node) is not None:
+            _drop_guard(node)
     ir.passes.common.RemoveUnusedNodesPass()(model)
+
+
+def guarded_weights(node: ir.Node) -> ir.Value | None:
+    """The p of `Where(IsNaN(p), 0, p)`, exported around a softmax whose mask may exclude every key."""
+    condition, zero, value = (*node.inputs, None, None, None)[:3]
+    test = condition.producer() if condition is not None else None
+    if test is None or test.op_type != "IsNaN" or value is None or test.inputs[0] is not value:
+        return None
+    array = constant(zero)
+    return value if array is not None and not np.any(array) else None
+
+
+def _drop_guard(node: ir.Node) -> None:
+    """Take the guard off where every row keeps a finite score, so that no weight is NaN."""
+    weights = guarded_weights(node)
+    softmax = weights.producer() if weights is not None else None
+    if weights is None or softmax is None or softmax.op_type != "Softmax" or softmax.inputs[0] is None:
+        return
+    mask = parse(softmax.inputs[0]).get(ONE)
+    if mask is None or np.all(np.any(np.isfinite(np.atleast_1d(mask)), axis=-1)):
+        ir.convenience.replace_all_uses_with(node.outputs[0], weights, replace_graph_outputs=True)
 
 
 def _fuse_softmax(graph: ir.Graph, node: ir.Node, version: int) -> None:

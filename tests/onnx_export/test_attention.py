@@ -148,6 +148,14 @@ CORES: dict[str, Case] = {
         lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True) @ v)((q @ turned(k) * 0.5).exp()),
         {},
     ),
+    "squared differences": (
+        lambda q, k, v: (-0.5 * ((q.unsqueeze(3) - k.unsqueeze(2)) ** 2).sum(-1) + BIAS).softmax(-1) @ v,
+        {"kind": "distance", "masked": True},
+    ),
+    "squared differences, keys first": (
+        lambda q, k, v: (-(k.unsqueeze(2) - q.unsqueeze(3)).pow(2).sum(-1) / 2.0).softmax(-1) @ v,
+        {"kind": "distance"},
+    ),
     "sdpa": (F.scaled_dot_product_attention, {}),
     "sdpa, boolean mask": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=KEEP),
@@ -155,6 +163,10 @@ CORES: dict[str, Case] = {
     ),
     "sdpa, causal": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        {"masked": True, "causal": True},
+    ),
+    "sdpa, causal by a mask": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=~FUTURE),
         {"masked": True, "causal": True},
     ),
     "sdpa, one query sees nothing": (
@@ -322,9 +334,27 @@ def talking_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lambda q, k, v: torch.where(KEEP, q @ turned(k), torch.tensor(-3.0)).softmax(-1) @ v,
             "by a constant",
         ),
+        (
+            lambda q, k, v: (
+                (-((q.unsqueeze(3) - k.unsqueeze(2)) ** 2).sum(-1) * torch.arange(1.0, 6.0)[:, None]).softmax(
+                    -1
+                )
+                @ v
+            ),
+            "row by row",
+        ),
         (lambda q, k, v: (q * k).softmax(-1) * v, "entry by entry"),
     ],
-    ids=["talking", "talking after", "softcap", "sum", "wrong axis", "weak replacement", "no product"],
+    ids=[
+        "talking",
+        "talking after",
+        "softcap",
+        "sum",
+        "wrong axis",
+        "weak replacement",
+        "scaled distances",
+        "no product",
+    ],
 )
 def test_what_is_no_unit_says_why(tmp_path: Path, core: Core, reason: str) -> None:
     """The model is loaded all the same, op by op."""

@@ -141,6 +141,7 @@ STANDARD: dict[str, tuple[list[Any], dict[str, Any]]] = {
         {"kv_heads": 1},
     ),
     "softcap": (standard(softcap=2.0), {"note": "softcap"}),
+    "softcap and a mask": (standard("added", softcap=2.0), {"note": "softcap"}),
 }
 MICROSOFT: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "Attention": (fused("Attention", "x", "qkv", "bias", num_heads=2), {}),
