@@ -8,18 +8,21 @@ are arrays that broadcast against the values, as the nodes themselves would. `xÂ
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import onnx_ir as ir
 
-from .graph import behind, constant
+from .graph import behind, constant, passes
 
 Monomial = frozenset[tuple[ir.Value, float]]
 Polynomial = dict[Monomial, np.ndarray]
 ONE: Monomial = frozenset()
 MAX_TERMS = 12
 MAX_DEPTH = 24
+TOLERANCE = 1e-6  # relative, of constants: what float32 files and short decimals differ by
+ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow")
 MASKED = -1e4  # scores of at most this are excluded
 
 
@@ -57,9 +60,7 @@ def _of_node(node: ir.Node, stops: set[int], depth: int) -> Polynomial | None:
     op, inputs = node.op_type, list(node.inputs)
     if op == "Where":
         return _where(inputs, stops, depth)
-    if op not in ("Add", "Sub", "Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow") or any(
-        v is None for v in inputs
-    ):
+    if op not in ARITHMETIC or any(v is None for v in inputs):
         return None
     first = inputs[0]
     assert first is not None
@@ -165,3 +166,24 @@ def scalar(c: np.ndarray) -> float | None:
     """The number that all entries of a coefficient are, or None."""
     flat = np.asarray(c).reshape(-1)
     return float(flat[0]) if flat.size and np.all(flat == flat[0]) else None
+
+
+def downstream(value: ir.Value, reach: int) -> Iterator[ir.Value]:
+    """Values that plain arithmetic makes of a value, nearest first."""
+    level, seen = [value], {id(value)}
+    for _ in range(reach):
+        following = []
+        for current in level:
+            for use in current.uses():
+                node = use.node
+                if node.domain in ("", "ai.onnx") and (node.op_type in ARITHMETIC or passes(node)):
+                    out = node.outputs[0]
+                    if id(out) not in seen:
+                        seen.add(id(out))
+                        following.append(out)
+        yield from following
+        level = following
+
+
+def close(a: float | None, b: float) -> bool:
+    return a is not None and math.isclose(a, b, rel_tol=TOLERANCE)
