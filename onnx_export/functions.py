@@ -60,7 +60,8 @@ def _mean_square(x: Tensor, axes: int, eps: float, centred: bool) -> Tensor:
 
 
 def _layer_norm(x: Tensor, mean_square: Tensor | None, axes: int, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[x.ndim - axes :], eps=eps)
+    sizes = [int(n) for n in x.shape[x.ndim - axes :]]  # constants also where an exporter traces shapes
+    return F.layer_norm(x, sizes, eps=eps)
 
 
 def _rms_norm(x: Tensor, mean_square: Tensor | None, axes: int, eps: float) -> Tensor:
