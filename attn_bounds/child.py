@@ -34,20 +34,25 @@ class Child:
             in the child with its end of the pipe and the arguments. It sends pickled (kind, value).
         arguments: of the target, picklable.
         memory: bytes of resident memory of the whole child, looked at every `POLL` seconds; or None.
+        may_start_others: whether the child may have children; kill it before this process ends.
 
     A script that uses this must start its work below `if __name__ == "__main__":`, as everywhere with
     multiprocessing's "spawn".
     """
 
     def __init__(
-        self, target: Callable[..., None] | str, *arguments: Any, memory: float | None = None
+        self,
+        target: Callable[..., None] | str,
+        *arguments: Any,
+        memory: float | None = None,
+        may_start_others: bool = False,
     ) -> None:
         self.memory = memory
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         if isinstance(target, str):
             arguments, target = (target, *arguments), _call
-        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=not may_start_others)
         with _no_interrupt():
             self.process.start()
         theirs.close()  # so that the child's death shows as the end of the pipe

@@ -15,10 +15,13 @@ from .branch import usable
 
 if TYPE_CHECKING:
     from ..verifier import Verifier
+    from .helpers import Helpers
 
 MAX_AXES = 64  # entries that move; with more, halving one at a time leads nowhere
 SMALLEST = 1e-7  # part of an axis' first width below which it is not cut again
 EVEN = 0.1  # how much the width of an axis alone counts beside its influence on the margin
+PATIENCE = 2.0  # seconds after which other processes are started: each takes a few to load the model
+WORTH = 4  # boxes for each process that make it worth while to share a batch
 TRIALS = 32  # batches after which the methods are compared again
 
 
@@ -39,18 +42,25 @@ class InputBoxes:
     Arguments:
         verifier, inputs, spec: what is to be shown.
         methods: of bounds that are tried, cheap ones first.
+        helpers: other processes that may bound boxes, once the search takes longer.
     """
 
     name = "input boxes"
 
     def __init__(
-        self, verifier: Verifier, inputs: InputSet, spec: Specification, methods: Sequence[str]
+        self,
+        verifier: Verifier,
+        inputs: InputSet,
+        spec: Specification,
+        methods: Sequence[str],
+        helpers: Helpers | None = None,
     ) -> None:
         self.verifier, self.inputs, self.spec, self.methods = verifier, inputs, spec, tuple(methods)
         lower, upper = _bounding_box(inputs)
         self.shape, self.whole = inputs.center.shape[1:], Box(lower, upper)
         self.width = upper - lower
         self.method, self._calls = self.methods[0], 0
+        self.helpers, self._begin = helpers, time.perf_counter()
         self._last: tuple[Sequence[Box], Tensor] | None = None
 
     @staticmethod
@@ -68,16 +78,15 @@ class InputBoxes:
         return [self.whole]
 
     def bounds(self, parts: Sequence[Box]) -> Tensor:
-        boxes = [InputSet.box(*(v.reshape(1, *self.shape) for v in box)) for box in parts]
-        specs = [self.spec] * len(boxes)
+        lower, upper = (torch.stack([b[side] for b in parts]) for side in (0, 1))
         compare = self._calls % TRIALS == 1 and len(self.methods) > 1  # not on the whole set
         self._calls += 1
         if not compare:
-            return self.verifier.row_bounds(boxes, specs, self.method)
+            return self._shared(lower, upper)
         best, scores = None, []
         for method in self.methods:
             begin = time.perf_counter()
-            rows = usable(self.verifier.row_bounds(boxes, specs, method))
+            rows = usable(self._rows(lower, upper, method))
             seconds = time.perf_counter() - begin
             scores.append((float(self.spec.margin(rows).clamp(min=-1e6).mean()), seconds, method))
             best = rows if best is None else torch.maximum(best, rows)
@@ -86,6 +95,25 @@ class InputBoxes:
         good = [s for s in scores if s[0] >= top - 0.02 * (top - worst)]
         self.method = min(good, key=lambda s: s[1])[2]
         return best
+
+    def _rows(self, lower: Tensor, upper: Tensor, method: str) -> Tensor:
+        boxes = [
+            InputSet.box(low.reshape(1, *self.shape), high.reshape(1, *self.shape))
+            for low, high in zip(lower, upper, strict=True)
+        ]
+        return self.verifier.row_bounds(boxes, [self.spec] * len(boxes), method)
+
+    def _shared(self, lower: Tensor, upper: Tensor) -> Tensor:
+        """Bounds by the chosen method, by several processes where that pays."""
+
+        def own(low: Tensor, high: Tensor) -> Tensor:
+            return self._rows(low, high, self.method)
+
+        if self.helpers is None or len(lower) < WORTH * (self.helpers.count + 1):
+            return own(lower, upper)
+        if time.perf_counter() - self._begin > PATIENCE:
+            self.helpers.start()
+        return self.helpers.bounds(lower, upper, self.method, own)
 
     def cut(self, parts: Sequence[Box]) -> list[list[Box] | None]:
         effect = self._gradients(parts).abs().nan_to_num(0.0, 0.0, 0.0) * self.width

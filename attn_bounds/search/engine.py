@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..properties import InputSet, Property, Specification
 from ..results import Certificate, versions, worse
 from .boxes import InputBoxes
@@ -15,6 +17,7 @@ from .branch import Outcome, Search
 
 if TYPE_CHECKING:
     from ..verifier import Verifier
+    from .helpers import Helpers
 
 BOXES = 4096  # parts of the input set that are bounded where there is no time limit
 SHARE = 0.5  # of the time left that the bounds of the whole set may take where it can be cut into parts
@@ -35,6 +38,7 @@ def prove(
     seed: int = 0,
     time_limit: float | None = None,
     split: bool | None = None,
+    helpers: Callable[[int], Helpers] | None = None,
     report: Report | None = None,
 ) -> Certificate:
     """Verify a property: all its cases, or a counterexample in one of them.
@@ -46,6 +50,7 @@ def prove(
         method, attack, restarts, steps, seed: as in `Verifier.certify_set`.
         time_limit: seconds after which nothing new is begun; a pass that runs is finished.
         split: whether to cut input sets into parts; None for: with method "auto".
+        helpers: makes the processes that may help with a case, by its number.
         report: called with the result so far, which is not "verified" before the last case is.
     """
     deadline = math.inf if time_limit is None else time.perf_counter() + time_limit
@@ -93,7 +98,15 @@ def prove(
         )
         if first.status != "unknown" or not parts or time.perf_counter() >= deadline:
             return first
-        return _in_parts(verifier, inputs, spec, first, deadline, told)
+        number = next(i for i, (s, _) in enumerate(prop.cases) if s is inputs)
+        others = None if helpers is None else helpers(number)
+        try:
+            if others is not None:
+                torch.set_num_threads(1)  # processes use the cores better than threads on small batches
+            return _in_parts(verifier, inputs, spec, first, deadline, told, others)
+        finally:
+            if others is not None:
+                others.close()
 
     return together(prop.cases, case, report, tried)
 
@@ -161,10 +174,11 @@ def _in_parts(
     first: Certificate,
     deadline: float,
     report: Report,
+    helpers: Helpers | None,
 ) -> Certificate:
     """The result with what cutting the input set into boxes adds to it."""
     known = set(verifier.stages("auto"))
-    strategy = InputBoxes(verifier, inputs, spec, [m for m in SPLIT_METHODS if m in known])
+    strategy = InputBoxes(verifier, inputs, spec, [m for m in SPLIT_METHODS if m in known], helpers)
     search = Search(strategy, spec, deadline, BOXES if deadline == math.inf else 10**9)
     begin = time.perf_counter()
 

@@ -95,7 +95,7 @@ def _unpacked(model: str | Path, folder: str) -> str:
 def _watch(job: Job, left: float | None, timeout: float | None) -> Answer:
     """Run the job in a child; what it had found when it ended or was ended."""
     last = Answer(job.name, "unknown", reason="nothing was computed")
-    child = Child("attn_bounds.search.worker:work", job, memory=job.memory)
+    child = Child("attn_bounds.search.worker:work", job, memory=job.memory, may_start_others=True)
     try:
         for kind, answer in child.messages(left):
             last = answer
