@@ -12,6 +12,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from attn_bounds.errors import first_line
+
 from .graph import constant
 from .importers import IMPORTERS, Context, Function, Unsupported, exact, fold_node
 from .lowering import REFUSED
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .load import OnnxModule
 
 Shape = tuple[int, ...]
+NO_SHAPE = "could not be inferred"
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,18 @@ class Builder:
         self.failed: list[UnsupportedNode] = []
         self._folded: dict[str, np.ndarray] = {}
         self._count = 0
+        self._unknown: set[str] = set()  # made by nodes that failed
 
     def add_all(self, model: ir.Model) -> None:
         for node in model.graph:
             try:
                 self._add(node)
             except Unsupported as e:
+                read = {str(v.name) for v in node.inputs if v is not None}
+                follows = bool(read & self._unknown) and str(e).endswith(NO_SHAPE)
+                self._unknown.update(str(o.name) for o in node.outputs)
+                if follows:  # only from what is already listed
+                    continue
                 domain = f"{node.domain}::" if node.domain else ""
                 label = node.name or str(node.outputs[0].name)
                 self.failed.append(UnsupportedNode(f"{domain}{node.op_type}", label, str(e)))
@@ -133,11 +142,13 @@ class Builder:
             )
             try:
                 runs = importer(context)
-            except Unsupported:
+            except Exception as e:
                 for i in range(start, self._count):
                     delattr(self.module, f"constant_{i}")
                 self._count = start
-                raise
+                if isinstance(e, Unsupported):
+                    raise
+                raise Unsupported(f"its attributes, shapes and constants do not fit ({first_line(e)})") from e
             runs = runs if isinstance(runs, list) else [runs]
             return [_lift(f, moving, s) for f, s in zip(runs, out_shapes, strict=False)] if lifted else runs
 
@@ -186,7 +197,7 @@ def _shape(value: ir.Value | None, array: np.ndarray | None) -> Shape:
     if value is None:
         return ()
     if value.shape is None or not value.shape.is_static():
-        raise Unsupported(f"shape of {value.name} could not be inferred")
+        raise Unsupported(f"shape of {value.name} {NO_SHAPE}")
     shape = tuple(int(d) for d in value.shape)  # type: ignore[arg-type]
     if math.prod(shape) > 2**31:
         raise Unsupported(f"{value.name} would have {math.prod(shape)} entries")

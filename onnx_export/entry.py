@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
-from attn_bounds.errors import InputError, UnsupportedModelError
+from attn_bounds.errors import InputError, UnsupportedModelError, first_line
 
 from .given import FLOATS, INTEGERS, Fixed, Inputs, Sizes, free_inputs
-from .subgraph import embedded, only_shape_of, pruned, resolve
+from .subgraph import check_names, embedded, only_shape_of, pruned, resolve
 
 
 @dataclass
@@ -80,6 +80,7 @@ def enter(
     Raises:
         InputError: names what must be chosen, and how.
     """
+    check_names(proto.graph, path)
     inputs = Inputs(path, proto.graph, shape or {}, fix or {})
     if not inputs.values:
         raise InputError(f"{path}: the model has no input")
@@ -134,7 +135,7 @@ def _cut(proto: ModelProto, path: str | Path, inputs: Inputs, value: str, what: 
         found = run(front, at)
     except Exception as e:
         raise InputError(
-            f"{path}: {value} cannot be computed ({str(e).splitlines()[0]}); start from another value"
+            f"{path}: {value} cannot be computed ({first_line(e)}); start from another value"
         ) from None
     if found.dtype not in (np.float32, np.float64):
         raise InputError(f"{path}: {value} holds {found.dtype}; bounds start at a float value")
@@ -192,4 +193,4 @@ def embed(proto: ModelProto, entry: Entry, path: str | Path, ids: np.ndarray, **
     try:
         return np.concatenate([run(front, {**feeds, entry.ids: row[None].astype(kind)}) for row in ids])
     except Exception as e:
-        raise InputError(f"{path}: these {entry.ids} cannot be embedded ({str(e).splitlines()[0]})") from None
+        raise InputError(f"{path}: these {entry.ids} cannot be embedded ({first_line(e)})") from None

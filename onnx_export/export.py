@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from attn_bounds.errors import InputError
+from attn_bounds.errors import InputError, first_line
 
 from . import standard, tracing
 from .arguments import Arguments, Example
@@ -267,7 +267,7 @@ def _largest_difference(request: _Request, file: Path) -> float:
 
         raise InputError(
             f"{name}: onnxruntime {onnxruntime.__version__} cannot run what was exported at opset "
-            f"{request.opset} ({tracing.first_line(e)})"
+            f"{request.opset} ({first_line(e)})"
         ) from e
     largest = 0.0
     sizes = sorted({1, batch, 3}) if request.dynamic else [batch]
@@ -279,7 +279,7 @@ def _largest_difference(request: _Request, file: Path) -> float:
         try:
             found = session.run(request.outputs, feed)
         except Exception as e:
-            why = tracing.first_line(e)
+            why = first_line(e)
             raise InputError(f"{name}: onnxruntime fails at batch {sample.batch} ({why})") from e
         for output, mine, theirs in zip(request.outputs, expected, found, strict=True):
             gap = difference(torch.from_numpy(theirs), mine.detach().cpu())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ Sizes = Mapping[str, "int | Sequence[int]"]
 Fixed = Mapping[str, Any]
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE)
+LARGEST = 2**28  # entries of an input
 INTEGERS = (TensorProto.INT64, TensorProto.INT32)
 # what these inputs of language models are unless something else is asked for; said by `inspect`
 USUAL: dict[str, str] = {"attention_mask": "ones", "token_type_ids": "zeros", "position_ids": "positions"}
@@ -127,7 +129,10 @@ class Inputs:
                 f"{self.path}: input {name} has shape ({', '.join(str(d) or '?' for d in shape)}); besides "
                 f"the batch every size must be chosen: --shape {how}, or shape={{...}} in Python"
             )
-        return tuple(int(s) for s in sizes if s is not None)
+        found = tuple(int(s) for s in sizes if s is not None)
+        if math.prod(found) > LARGEST:
+            raise InputError(f"{self.path}: input {name} of shape {found} is too large")
+        return found
 
     def has_dynamic_batch(self, name: str) -> bool:
         shape = self.dims[name]

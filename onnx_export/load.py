@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from attn_bounds.errors import InputError, UnsupportedModelError
+from attn_bounds.errors import AttnBoundsError, InputError, UnsupportedModelError, first_line
 
 from . import simplify
 from .attention import fuse_attention
@@ -21,6 +23,7 @@ from .given import Fixed, Sizes, dims, free_inputs
 from .graph import opset
 from .lowering import lower
 from .oracle import check as check_module
+from .oracle import onnx_session
 from .patterns import fuse_patterns
 from .structure import Structure, structure
 from .units import Attention
@@ -112,6 +115,33 @@ def _digest(path: str | Path) -> str:
 
 
 def _prepare(
+    path: str | Path, dtype: torch.dtype, attention: str, logits: bool, **choices: Any
+) -> tuple[OnnxModule, Entry]:
+    with _analysing(path):
+        return _analysed(path, dtype, attention, logits, **choices)
+
+
+@contextlib.contextmanager
+def _analysing(path: str | Path) -> Iterator[None]:
+    """Whatever a strange file makes fail in here is about that file."""
+    try:
+        yield
+    except AttnBoundsError:
+        raise
+    except Exception as e:
+        if isinstance(e, MemoryError) or "allocate memory" in str(e):
+            raise InputError(f"{path}: loading it needs more memory than there is") from e
+        try:
+            onnx_session(str(path))
+        except Exception as invalid:
+            raise InputError(f"{path}: onnxruntime cannot run this model ({first_line(invalid)})") from e
+        raise UnsupportedModelError(
+            f"{path}: the graph cannot be analysed ({type(e).__name__}: {first_line(e)}), though onnxruntime "
+            "accepts it; please report this"
+        ) from e
+
+
+def _analysed(
     path: str | Path, dtype: torch.dtype, attention: str, logits: bool, **choices: Any
 ) -> tuple[OnnxModule, Entry]:
     entry = enter(simplify.read(path), path, **choices)

@@ -10,7 +10,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from attn_bounds.errors import InputError, UnsupportedModelError
+from attn_bounds.errors import InputError, UnsupportedModelError, first_line
 
 from . import simplify
 from .entry import Entry, embed, enter
@@ -30,11 +30,6 @@ def onnx_session(model: bytes | str) -> Any:
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def reason(e: Exception) -> str:
-    """First line of what an exception says."""
-    return (str(e).splitlines() or [type(e).__name__])[0]
 
 
 class Oracle:
@@ -66,7 +61,7 @@ class Oracle:
         try:
             self.session = onnx_session(model)
         except Exception as e:
-            raise InputError(f"{path}: onnxruntime cannot run this model ({reason(e)})") from None
+            raise InputError(f"{path}: onnxruntime cannot run this model ({first_line(e)})") from None
         inputs = {i.name: i for i in self.session.get_inputs()}
         if entry.name not in inputs:
             raise InputError(f"{path}: onnxruntime knows no input {entry.name}")
@@ -93,7 +88,7 @@ class Oracle:
             padded = np.concatenate([array, np.repeat(array[-1:], -len(array) % n, 0)])
             parts = [self._run(padded[i : i + n]) for i in range(0, len(padded), n)]
         except Exception as e:
-            raise InputError(f"{self.path}: onnxruntime fails on this model ({reason(e)})") from None
+            raise InputError(f"{self.path}: onnxruntime fails on this model ({first_line(e)})") from None
         if any(len(p) != n for p in parts):
             raise InputError(f"{self.path}: its output does not have the fixed batch {n} as first dimension")
         return torch.cat(parts)[: len(array)]
@@ -160,7 +155,13 @@ def check(path: str | Path, module: OnnxModule, entry: Entry, dtype: torch.dtype
                     f"{path}: samples influence each other in what onnxruntime returns at batch {batch}; "
                     + _first_difference(path, module, x, **choices)
                 )
-            mine = module.with_head(module(x))
+            try:
+                mine = module.with_head(module(x))
+            except Exception as e:
+                raise UnsupportedModelError(
+                    f"{path}: the loaded module cannot be evaluated ({first_line(e)}); onnxruntime returns "
+                    f"shape {tuple(expected.shape)}"
+                ) from e
             if mine.numel() == expected.numel():
                 mine = mine.reshape(expected.shape)
             if difference(mine, expected) > AGREEMENT:
@@ -206,7 +207,7 @@ def _first_difference(path: str | Path, module: OnnxModule, x: Tensor, **choices
         feeds = {entry.name: x.numpy().astype(dtype), **entry.feeds_at(len(x) if entry.dynamic else 1)}
         values = started.run(names, feeds)
     except Exception as e:
-        return f"the first node that differs could not be found ({reason(e)})"
+        return f"the first node that differs could not be found ({first_line(e)})"
     producer = {s.output: s for s in module.steps}
     for name, value in zip(names, values, strict=True):
         expected, own = torch.from_numpy(np.asarray(value)), mine[name]

@@ -22,7 +22,7 @@ from onnxscript.rewriter.rules.common import (
     unsqueeze_unsqueeze_rule,
 )
 
-from attn_bounds.errors import InputError
+from attn_bounds.errors import InputError, first_line
 
 from .entry import Entry
 from .graph import constant, opset
@@ -56,17 +56,14 @@ def read(path: str | Path) -> onnx.ModelProto:
     try:
         proto = onnx.load(path, load_external_data=False)
     except Exception as e:
-        raise InputError(
-            f"{path}: not a readable ONNX file, or truncated ({str(e).splitlines()[0]})"
-        ) from None
+        raise InputError(f"{path}: not a readable ONNX file, or truncated ({first_line(e)})") from None
     if not proto.graph.node or not proto.graph.output:
         raise InputError(f"{path}: the ONNX file holds no graph with nodes and outputs")
     try:
         onnx.load_external_data_for_model(proto, str(path.parent))
     except Exception as e:
         raise InputError(
-            f"{path}: external data cannot be read ({str(e).splitlines()[0]}); "
-            "keep the model's .data file beside it"
+            f"{path}: external data cannot be read ({first_line(e)}); keep the model's .data file beside it"
         ) from None
     return proto
 
@@ -80,7 +77,7 @@ def specialise(entry: Entry, path: str | Path) -> ir.Model:
     try:
         model = ir.serde.deserialize_model(entry.proto)
     except Exception as e:
-        raise InputError(f"{path}: invalid ONNX model ({str(e).splitlines()[0]})") from None
+        raise InputError(f"{path}: invalid ONNX model ({first_line(e)})") from None
     graph = model.graph
     for value in list(graph.inputs):
         if value.name == entry.name:
@@ -130,7 +127,9 @@ def fold(model: ir.Model, path: str | Path) -> None:
             common.NameFixPass(),
         )(model)
     except Exception as e:
-        raise InputError(f"{path}: the graph cannot be simplified ({type(e).__name__}: {e})") from None
+        raise InputError(
+            f"{path}: the graph cannot be simplified ({type(e).__name__}: {first_line(e)})"
+        ) from None
 
 
 def _fill_gaps(model: ir.Model) -> bool:
@@ -153,7 +152,7 @@ def _fill_gaps(model: ir.Model) -> bool:
         value = ir.Value(
             name=f"{node.outputs[0].name}/folded",
             const_value=tensor,
-            shape=ir.Shape(found[0].shape),
+            shape=ir.Shape(list(found[0].shape)),
             type=ir.TensorType(tensor.dtype),
         )
         model.graph.initializers[str(value.name)] = value
@@ -162,7 +161,7 @@ def _fill_gaps(model: ir.Model) -> bool:
         changed = True
     for value in model.graph.initializers.values():
         if value.const_value is not None:
-            value.shape = ir.Shape(list(value.const_value.shape))
+            value.shape = ir.Shape(value.const_value.shape.numpy())
     for node in model.graph:  # a shape that was inferred before its constants were folded is never mended
         for out in node.outputs:
             if out.shape is not None and not out.shape.is_static():

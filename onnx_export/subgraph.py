@@ -22,6 +22,21 @@ def _inner_names(node: NodeProto) -> Iterator[str]:
             yield from (o.name for o in g.output)
 
 
+def check_names(graph: GraphProto, path: str | Path) -> None:
+    """Raises InputError where a node reads what nothing before it makes, or a value is made twice."""
+    known = {""} | {v.name for v in graph.input} | {t.name for t in graph.initializer}
+    known |= {t.values.name for t in graph.sparse_initializer}
+    for node in graph.node:
+        label = f"{node.op_type} {node.name or ', '.join(node.output)}"
+        if missing := [n for n in node.input if n not in known]:
+            raise InputError(f"{path}: {label} reads {missing[0]!r}, which nothing before it makes")
+        if twice := [o for o in node.output if o and o in known]:
+            raise InputError(f"{path}: {label} makes {twice[0]!r}, which there is already")
+        known.update(node.output)
+    if unmade := [o.name for o in graph.output if o.name not in known]:
+        raise InputError(f"{path}: nothing makes the output {unmade[0]!r}")
+
+
 def pruned(proto: ModelProto, outputs: Sequence[ValueInfoProto], at: ValueInfoProto | None) -> ModelProto:
     """The part of a model that the outputs need, the value `at` an input if given. Tensors are copied."""
     needed = {o.name for o in outputs}

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn_bounds.errors import first_line
+
 from . import functions, ops
 from .arguments import Arguments
 
@@ -159,11 +161,6 @@ def silent() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, without its stack and advice."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def reason(error: BaseException) -> str:
