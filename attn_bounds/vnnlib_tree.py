@@ -45,11 +45,12 @@ def parse(path: object, text: str) -> Any:
     if deep:
         raise InputError(f"{path}:{deep}: brackets are nested more than {MAX_DEPTH} deep")
     try:
-        return vnnlib.parse_query_string(
-            text + "\n"
-        )  # it takes no comment on the last line that does not end
+        # it takes no comment on the last line that does not end
+        return vnnlib.parse_query_string(text + "\n")
     except vnnlib.VNNLibException as error:
         raise InputError(f"{path}{_reason(str(error))}") from None
+    except (IndexError, ValueError):  # of C++: std::stod and the like
+        raise InputError(f"{path}: a number in it is beyond the range of float64") from None
 
 
 def line_of(node: Any) -> int:

@@ -69,7 +69,7 @@ class Judge:
         found: dict[tuple[int, str], Dual] = {}
         for number, network in enumerate(query.uses):
             given = {}
-            for v in query.inputs:
+            for v in query.inputs.variables:
                 if v.use == number:
                     part = slice(v.first, v.first + v.size)
                     kind = "float" if v.stored.startswith(("float", "bfloat", "real")) else v.stored

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import vnnlib  # the package, not the module of that name in this one
 
 from ..errors import InputError, UnsupportedModelError
 from ..vnnlib_tree import line_of, parse
 from .arithmetic import Interval
-from .elementwise import INTEGERS
-from .functions import rounded
+from .inputs import Inputs, Variable, enclosed
 from .network import FLOATS, Network, Port
 
 TYPES = {
@@ -32,33 +30,11 @@ SIGNS = {
     vnnlib.NotEqual: "!=",
 }
 MAX_TERMS = 5000  # of all constraints together
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895314e38, "float32": 3.4028234663852886e38}
+
+_ISOMORPHIC = re.compile(r"\(\s*declare-network\s+(\w+)\s*\(\s*isomorphic-to\s+(\w+)\s*\)")
 
 Entry = tuple[int, int]  # number of a variable, and of one of its values
 Polynomial = dict[tuple[Entry, ...], Fraction]
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One declared tensor.
-
-    Attributes:
-        kind: input, hidden or output. use: number of its network. tensor: its name in the ONNX graph.
-        stored: its element type there. first: where an input begins in the vector of all inputs.
-    """
-
-    name: str
-    kind: str
-    type: str
-    shape: tuple[int, ...]
-    use: int
-    tensor: str
-    stored: str
-    first: int = 0
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -97,32 +73,26 @@ class Query:
     """One query and its networks.
 
     Attributes:
-        variables: as declared, in order. inputs: those of kind input.
+        variables: as declared, in order.
         uses: the network of each declaration; two may share one.
-        formula: what is left of the assertions beside the box.
-        lower, upper: (n,) the box of all inputs, rounded outwards. empty: why it is empty, or "".
+        inputs: the variables of kind input, and their box.
+        formula: the assertions without what the box says.
         floats: element types of floating point values; () for real numbers.
     """
 
     def __init__(self, path: str | Path, text: str, files: Mapping[str, Path]) -> None:
         self.path = path
-        tree = parse(path, text)
+        # the package wants isomorphic networks to have the same types, which the standard does not
+        self._isomorphic = dict(_ISOMORPHIC.findall(text))
+        tree = parse(path, _ISOMORPHIC.sub(_blank, text))
         self.uses: list[Network] = []
         self.variables: list[Variable] = []
         self._numbers: dict[str, int] = {}
         self._declare(tree.networks, files)
-        self.inputs = [v for v in self.variables if v.kind == "input"]
         self.floats = tuple(sorted({t for use in self.uses for t in use.floats}))
-        self.moving_types = np.repeat([v.stored for v in self.inputs], [v.size for v in self.inputs])
-        self._box()
-        parts = [self._formula(a.expr) for a in tree.assertions]
-        flat = self._bounded(parts)
-        self.formula: Formula = All(tuple(flat))
-        self.empty = ""
-        crossed = np.flatnonzero(self.lower > self.upper)
-        if len(crossed):
-            low, high = self.lower[crossed[0]], self.upper[crossed[0]]
-            self.empty = f"an input has lower bound {low:g} and upper bound {high:g}"
+        self.inputs = Inputs([v for v in self.variables if v.kind == "input"], self.floats)
+        self.formula: Formula = All(tuple(self._beside([self._formula(a.expr) for a in tree.assertions])))
+        self.inputs.close()
 
     # -- declarations -----------------------------------------------------------------------------------
 
@@ -144,8 +114,9 @@ class Query:
                 network = loaded.setdefault(file, None) or Network(file)  # type: ignore[arg-type]
                 loaded[file] = network
             known[declared.name] = network
-            if declared.isometric_to:
-                self._isomorphic(known[declared.isometric_to], network, declared.name)
+            twin = self._isomorphic.get(declared.name) or declared.isometric_to
+            if twin:
+                self._same(known, twin, declared.name)
             self.uses.append(network)
             ports = (
                 ("input", declared.inputs, network.inputs),
@@ -157,12 +128,7 @@ class Query:
                         f"{self.path}: network {declared.name} declares {len(definitions)} {kind}s, "
                         f"{network.path} has {len(available)}"
                     )
-                by_name = {p.name: p for p in available}
                 for d, port in zip(definitions, available, strict=True):
-                    name = _unquoted(d.onnx_name)
-                    port = by_name.get(name, port)
-                    if name and name not in by_name:
-                        raise InputError(f"{self.path}: {network.path} has no {kind} {name!r}")
                     v = self._variable(d, kind, number, port, first)
                     first += v.size if kind == "input" else 0
             for d in declared.hidden:
@@ -182,7 +148,9 @@ class Query:
         if name not in TYPES:
             raise InputError(f"{self.path}: {d.name} has type {name}, which is not supported")
         shape = network.shape_of(port, tuple(d.shape))
-        if TYPES[name] != "real" and (TYPES[name] in FLOATS) != (port.type in FLOATS):
+        both = TYPES[name] in FLOATS and port.type in FLOATS  # bounds hold for both types then
+        lenient = both and d.network_name in self._isomorphic
+        if TYPES[name] not in ("real", port.type) and not lenient:
             raise InputError(
                 f"{self.path}: {d.name} is declared {TYPES[name]}, "
                 f"but {port.name} of {network.path} is {port.type}"
@@ -193,12 +161,17 @@ class Query:
         self.variables.append(variable)
         return variable
 
-    def _isomorphic(self, one: Network, other: Network, name: str) -> None:
-        kinds = [[n.op_type for n in net.model.graph.node] for net in (one, other)]
-        if kinds[0] != kinds[1]:
-            raise InputError(
-                f"{self.path}: {other.path} of {name} is not isomorphic to {one.path}: other operators"
-            )
+    def _same(self, known: Mapping[str, Network], twin: str, name: str) -> None:
+        """Whether two networks are isomorphic: the same operators between ports of the same shapes."""
+        if twin not in known or twin == name:
+            raise InputError(f"{self.path}: {name} is isomorphic to {twin}, which is not declared before it")
+        one, other = known[twin], known[name]
+        for what, get in (
+            ("operators", lambda n: [node.op_type for node in n.model.graph.node]),
+            ("shapes", lambda n: [port.shape for port in (*n.inputs, *n.outputs)]),
+        ):
+            if get(one) != get(other):
+                raise InputError(f"{self.path}: {name} is not isomorphic to {twin}: {what} differ")
 
     def _types(self) -> None:
         """Each network stands for real numbers if all its floating point ports are declared so; else for
@@ -233,14 +206,10 @@ class Query:
         return Atom(exact, tuple((m, self._number(c, line_of(node))) for m, c in exact.items()), sign)
 
     def _number(self, exact: Fraction, at: int) -> Interval:
-        """Holds a number, and its rounded forms if the query is about floating point numbers."""
         try:
-            near = float(exact)
+            return enclosed(exact, self.floats)
         except OverflowError:
             self.fail(at, "a number beyond the range of float64")
-        low = near if Fraction(near) <= exact else math.nextafter(near, -math.inf)
-        high = near if Fraction(near) >= exact else math.nextafter(near, math.inf)
-        return rounded(Interval(np.asarray(low), np.asarray(high)), self.floats)
 
     def _polynomial(self, node: Any) -> Polynomial:
         if isinstance(node, vnnlib.Var):
@@ -267,29 +236,12 @@ class Query:
                 self.fail(line_of(node), f"a polynomial of more than {MAX_TERMS} terms")
         return result
 
-    # -- the box ----------------------------------------------------------------------------------------
-
-    def _box(self) -> None:
-        n = sum(v.size for v in self.inputs)
-        self.lower, self.upper = np.full(n, -np.inf), np.full(n, np.inf)
-        for v in self.inputs:
-            part = slice(v.first, v.first + v.size)
-            limits = [LARGEST[t] for t in {v.type, v.stored} & set(LARGEST)] if v.type != "real" else []
-            if limits:
-                self.lower[part], self.upper[part] = -min(limits), min(limits)
-            if v.type in INTEGERS:
-                bits = INTEGERS[v.type]
-                self.lower[part] = 0.0 if v.type[0] == "u" else -(2.0 ** (bits - 1))
-                self.upper[part] = 2.0**bits if v.type[0] == "u" else 2.0 ** (bits - 1)
-            if v.type == "bool":
-                self.lower[part], self.upper[part] = 0.0, 1.0
-
-    def _bounded(self, parts: Sequence[Formula]) -> list[Formula]:
-        """Puts bounds of single inputs into the box; returns what the box does not say exactly."""
+    def _beside(self, parts: Sequence[Formula]) -> list[Formula]:
+        """Puts bounds of single inputs into the box; returns the rest."""
         rest: list[Formula] = []
         for part in parts:
             if isinstance(part, All):
-                rest += self._bounded(part.parts)
+                rest += self._beside(part.parts)
             elif not isinstance(part, Atom) or not self._bound(part):
                 rest.append(part)
         return rest
@@ -303,13 +255,19 @@ class Query:
         if v.kind != "input":
             return False
         factor = atom.exact[names[0]]
-        limit = self._number(-atom.exact.get((), Fraction(0)) / factor, 0)
-        i = v.first + index
+        limit = -atom.exact.get((), Fraction(0)) / factor
         if atom.sign == "=" or factor > 0:
-            self.upper[i] = min(self.upper[i], float(limit.hi))
+            self.inputs.bound(v.first + index, limit, True, atom.sign == "<")
         if atom.sign == "=" or factor < 0:
-            self.lower[i] = max(self.lower[i], float(limit.lo))
-        return bool(limit.lo == limit.hi) and atom.sign != "<"
+            self.inputs.bound(v.first + index, limit, False, atom.sign == "<")
+        return True
+
+
+def _blank(match: re.Match[str]) -> str:
+    """A declaration without its relation to another network, lines kept."""
+    text = match[0]
+    begin = text.index("(", 1)
+    return text[:begin] + "".join(c if c == "\n" else " " for c in text[begin:])
 
 
 def _unquoted(name: str | None) -> str:

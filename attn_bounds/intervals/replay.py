@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedModelError
-from .network import FLOATS, Network
-from .query import All, Atom, Formula, Query, Variable
+from .inputs import NUMPY, Variable
+from .network import Network
+from .query import All, Atom, Formula, Query
 
 Array = np.ndarray[Any, Any]
-
-NUMPY = {"float16": np.float16, "float32": np.float32, "float64": np.float64, "bool": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -24,19 +23,6 @@ class Witness:
 
     variables: tuple[Variable, ...]
     values: tuple[Array, ...]
-
-
-def stored(values: Array, types: Array) -> Array:
-    """Each number rounded to what its type in the model can hold."""
-    result = np.array(values, dtype=np.float64)
-    with np.errstate(all="ignore"):
-        for name in set(types.tolist()):
-            here = types == name
-            if name in ("float16", "float32"):
-                result[..., here] = result[..., here].astype(NUMPY[name]).astype(np.float64)
-            elif name not in FLOATS:
-                result[..., here] = np.rint(result[..., here])
-    return result
 
 
 class Replay:
@@ -51,7 +37,7 @@ class Replay:
         result: list[Array | None] = [None] * len(self.query.variables)
         for use, network in enumerate(self.query.uses):
             feed = {}
-            for v in self.query.inputs:
+            for v in self.query.inputs.variables:
                 if v.use == use:
                     part = point[v.first : v.first + v.size].reshape(v.shape)
                     feed[v.tensor] = part.astype(NUMPY.get(v.stored, v.stored))
@@ -63,7 +49,7 @@ class Replay:
         return [v for v in result if v is not None]
 
     def satisfied(self, values: Sequence[Array]) -> bool:
-        """Whether values satisfy the formula and the bounds exactly, with the numbers as they are written."""
+        """Whether values satisfy the formula exactly, with the numbers as they are written."""
         if not all(np.isfinite(v.astype(np.float64)).all() for v in values):
             return False
         return _holds(self.query.formula, [v.ravel() for v in values])

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import UnsupportedModelError
 from .judge import Judge, Judgement
 from .query import Query
-from .replay import Replay, Witness, stored
+from .replay import Replay, Witness
 
 Array = np.ndarray[Any, Any]
 
@@ -23,6 +23,7 @@ MAX_BATCH = 8192  # boxes at once
 BATCH_NUMBERS = 400_000  # numbers of a batch, inputs times derivatives
 BATCH_SECONDS = 0.3
 SMALLEST = 2.0**-40  # part of its first width below which an axis is not cut
+MAX_STUCK = 256  # boxes that cannot be cut, after which the search ends
 REPLAYS = 40  # points that are tried in onnxruntime though intervals do not decide them
 CHECKS = 3  # points at which the intervals must hold what onnxruntime computes
 TOLERANCE = 1e-4  # of that comparison, relative
@@ -48,36 +49,47 @@ class Solver:
 
     def __init__(self, query: Query, deadline: float = math.inf, seed: int = 0) -> None:
         self.query, self.deadline = query, deadline
-        moving = np.flatnonzero(query.lower < query.upper)
+        self.lower, self.upper = query.inputs.lower, query.inputs.upper
+        moving = np.flatnonzero(self.lower < self.upper)
         self.judge = Judge(query, moving if len(moving) <= MAX_MOVING else moving[:0])
         self.replay = Replay(query)
         self.moving, self.rng = moving, np.random.default_rng(seed)
         self.boxes = self.replays = 0
+        self._best: Array | None = None
+        middle = query.inputs.inside(
+            (np.minimum(self.upper, 1e30) / 2 + np.maximum(self.lower, -1e30) / 2)[None]
+        )
+        # inputs that are fixed to a real number no model can be given, such as 0.1: the whole of it is judged
+        self.fixed = query.inputs.outside(middle)[0] if not query.floats else np.zeros(len(self.lower), bool)
 
     def run(self) -> Outcome:
         """The outcome; raises UnsupportedModelError for what intervals cannot do."""
         query = self.query
-        if query.empty:
-            return Outcome("unsat", reason=f"no input satisfies the bounds: {query.empty}")
+        if query.inputs.empty:
+            return Outcome("unsat", reason=f"no input satisfies the bounds: {query.inputs.empty}")
         self._check()
         found = self._points(self._first_points())
         if found is None:
             found = self._climb()
+        if found is None and query.floats:
+            query.inputs.relax()
+            found = self._points(self._first_points())
         return found or self._split()
 
     # -- points -----------------------------------------------------------------------------------------
 
     def _inside(self, points: Array) -> Array:
-        """Points of the box that the models can be given, (k, n); the nearest ones, or none."""
-        lower, upper = self.query.lower, self.query.upper
-        points = stored(np.clip(points, lower, upper), self.query.moving_types)
-        points = np.where(points < lower, _next(points, np.inf, self.query.moving_types), points)
-        points = np.where(points > upper, _next(points, -np.inf, self.query.moving_types), points)
-        return points[((points >= lower) & (points <= upper)).all(1)]
+        """Points of the box that the models can be given, (k, n)."""
+        points = self.query.inputs.inside(points)
+        return points[~(self.query.inputs.outside(points) & ~self.fixed).any(1)]
+
+    def _as_boxes(self, points: Array) -> tuple[Array, Array]:
+        """What is judged for points: themselves, and all that a fixed input may be."""
+        return np.where(self.fixed, self.lower, points), np.where(self.fixed, self.upper, points)
 
     def _sides(self) -> tuple[Array, Array]:
         """Finite limits for choosing points."""
-        lower, upper = self.query.lower, self.query.upper
+        lower, upper = self.lower, self.upper
         low = np.where(lower < -1e6, np.minimum(-10.0, upper - 10.0), lower)
         high = np.where(upper > 1e6, np.maximum(10.0, low + 10.0), upper)
         return np.maximum(np.minimum(low, high), lower), np.minimum(high, upper)
@@ -100,7 +112,7 @@ class Solver:
         points = self._inside(points)
         if not len(points):
             return None
-        judged = self.judge(points, points, derivatives=False)
+        judged = self.judge(*self._as_boxes(points), derivatives=False)
         self._best = points[int(judged.score.argmax())]
         for i in np.flatnonzero(judged.certain)[:3]:
             values = self.replay.values(points[i])
@@ -120,7 +132,7 @@ class Solver:
 
     def _climb(self, rounds: int = 12) -> Outcome | None:
         """Moves one input after the other to where the constraints are met best."""
-        if not len(self.moving):
+        if not len(self.moving) or self._best is None:
             return None
         low, high = self._sides()
         begin = time.monotonic()
@@ -136,6 +148,7 @@ class Solver:
             found = self._points(np.stack(trials))
             if found is not None:
                 return found
+            assert self._best is not None
             if (self._best == point).all():
                 step = step / 2
             point = self._best.copy()
@@ -146,8 +159,8 @@ class Solver:
     # -- boxes ------------------------------------------------------------------------------------------
 
     def _split(self) -> Outcome:
-        width = self.query.upper - self.query.lower
-        open_: list[tuple[Array, Array]] = [(self.query.lower[None], self.query.upper[None])]
+        width = self.upper - self.lower
+        open_: list[tuple[Array, Array]] = [(self.lower[None], self.upper[None])]
         size, stuck = 1, 0
         per_box = max(1, (1 + len(self.judge.axes)) * max(1, len(width)))
         while open_:
@@ -179,8 +192,10 @@ class Solver:
                 size = min(size * 4, MAX_BATCH, max(1, BATCH_NUMBERS // per_box))
             elif seconds > 4 * BATCH_SECONDS:
                 size = max(1, size // 2)
-            if stuck:
-                return Outcome("unknown", None, "a box cannot be cut further, yet is not decided", self.boxes)
+            if stuck > MAX_STUCK:
+                break
+        if stuck:
+            return Outcome("unknown", None, "a box cannot be cut further, yet is not decided", self.boxes)
         return Outcome("unsat", boxes=self.boxes)
 
     def _promising(self, lower: Array, upper: Array) -> Array:
@@ -221,7 +236,7 @@ class Solver:
         low, high = self._sides()
         points = self._inside(low + self.rng.random((CHECKS, len(low))) * (high - low))
         for point in points:
-            bounds = self.judge.values(point[None], point[None])
+            bounds = self.judge.values(*self._as_boxes(point[None]))
             for v, bound, value in zip(self.query.variables, bounds, self.replay.values(point), strict=True):
                 flat = value.astype(np.float64).ravel()
                 slack = 0.0 if self.query.floats else TOLERANCE * (1 + abs(flat))
@@ -244,19 +259,3 @@ def _middle(low: Array, high: Array) -> Array:
     # short numbers make exact sums more likely
     short = middle.astype(np.float32).astype(np.float64)
     return np.where((low < short) & (short < high), short, middle)
-
-
-def _next(values: Array, towards: float, types: Array) -> Array:
-    """The next number of each input's type."""
-    result = values.copy()
-    for name in set(types.tolist()):
-        here = types == name
-        if name in ("float16", "float32"):
-            kind = np.float16 if name == "float16" else np.float32
-            moved = np.nextafter(values[..., here].astype(kind), kind(towards)).astype(np.float64)
-        elif name == "float64":
-            moved = np.nextafter(values[..., here], towards)
-        else:
-            moved = values[..., here] + np.sign(towards)
-        result[..., here] = moved
-    return result
