@@ -23,7 +23,6 @@ MAX_TERMS = 12
 MAX_DEPTH = 24
 TOLERANCE = 1e-6  # relative, of constants: what float32 files and short decimals differ by
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow")
-MASKED = -1e4  # scores of at most this are excluded
 
 
 def single(value: ir.Value, exponent: float = 1.0) -> Monomial:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from attn_bounds.sensitivity.softmax import FULLY_MASKED
+
 from . import views
-from .algebra import MASKED, scalar
+from .algebra import scalar
 from .distances import unscaled
 from .graph import Builder, count, passes, replace, sizes
 from .ops import DOMAIN
@@ -252,18 +254,19 @@ def _factors(factor: np.ndarray, mask: np.ndarray | None, rank: int, swapped: bo
     factor, dead = aligned(factor), None
     if mask is not None:
         mask = aligned(mask)
-        excluded = mask <= MASKED
+        top = mask.max(axis=-1, keepdims=True)
+        dead = np.isneginf(top)
         if np.any(factor == 0.0):
-            factor, hidden = np.broadcast_arrays(factor, excluded)
-            if not np.all(hidden[factor == 0.0]):
+            factor, hidden, rows = np.broadcast_arrays(factor, mask <= FULLY_MASKED, top > FULLY_MASKED)
+            if not np.all((hidden & (rows | dead))[factor == 0.0]):
                 raise NoUnit("some of its scores are replaced by a constant")
             kept = factor[factor != 0.0]
             if kept.size and np.all(kept == kept[0]):
                 factor = np.full((1,) * rank, kept[0])
-        none = np.all(excluded, axis=-1, keepdims=True)
-        if np.any(none):
-            dead, mask = none, np.where(none, 0.0, mask)
-        mask = mask if np.any(mask) else None
+        mask = np.where(dead, 0.0, mask)
+        # what a whole row is lowered by does not matter
+        mask = mask - np.where((top <= FULLY_MASKED) & ~dead, top, 0.0)
+        mask, dead = mask if np.any(mask) else None, dead if np.any(dead) else None
     if not np.all(np.isfinite(factor)):
         raise NoUnit("its scores are scaled by what is not finite")
     if (value := scalar(factor)) is not None:
@@ -297,6 +300,6 @@ def _repeated(value: ir.Value) -> int:
 
 def _is_causal(mask: np.ndarray, n: int, m: int) -> bool:
     """Whether every key behind the query is excluded, and no other."""
-    excluded = np.broadcast_to(mask <= MASKED, (*mask.shape[:-2], n, m))
+    excluded = np.broadcast_to(mask <= FULLY_MASKED, (*mask.shape[:-2], n, m))
     wanted = np.triu(np.ones((n, m), dtype=bool), 1 + m - n)
     return m > 1 and bool(np.all(excluded == wanted))

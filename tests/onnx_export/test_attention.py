@@ -104,6 +104,10 @@ CORES: dict[str, Case] = {
     "filled -inf": (filled(float("-inf")), {"masked": True, "causal": True}),
     "filled -1e9": (filled(-1e9), {"masked": True, "causal": True}),
     "filled -10000": (filled(-1e4), {"masked": True, "causal": True}),
+    "a row lowered": (
+        lambda q, k, v: sdp(q, k, v, -1e4 * (torch.arange(5)[:, None] > 2) + MASK),
+        {"masked": True},
+    ),
     "where": (
         lambda q, k, v: torch.where(KEEP, q @ turned(k), torch.tensor(-1e30)).mul(0.5).softmax(-1) @ v,
         {"masked": True},
@@ -343,6 +347,10 @@ def talking_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             ),
             "row by row",
         ),
+        (
+            lambda q, k, v: (q @ turned(k)).masked_fill(torch.arange(5)[:, None] < 1, -1e9).softmax(-1) @ v,
+            "by a constant",
+        ),
         (lambda q, k, v: (q * k).softmax(-1) * v, "entry by entry"),
     ],
     ids=[
@@ -353,6 +361,7 @@ def talking_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         "wrong axis",
         "weak replacement",
         "scaled distances",
+        "uniform row",
         "no product",
     ],
 )
