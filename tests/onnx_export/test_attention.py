@@ -315,7 +315,7 @@ def test_dresses_of_dynamo(tmp_path: Path, name: str, opset: int) -> None:
 
 
 def test_a_lowered_row_is_not_an_excluded_one(tmp_path: Path) -> None:
-    """All scores of a query lowered by 10000: the softmax does not see it (in float32 it would, by rounding)."""
+    """All scores of a query lowered by 10000: no softmax sees it, but for the rounding of float32."""
     low = (MASK - 1e4 * (torch.arange(TOKENS)[:, None] > 2)).double()
     module = Layer(lambda q, k, v: sdp(q, k, v, low)).double()
     path = exported(module, tmp_path / "m.onnx", 17, points=torch.zeros(2, TOKENS, 8).double())
