@@ -36,19 +36,19 @@ def _size(b: Lowering, x: ir.Value, axis: int) -> ir.Value:
     return b.op("Gather", b.op("Shape", x), b.ints([axis]), axis=0)
 
 
+def _range(b: Lowering, size: ir.Value) -> ir.Value:
+    """0, 1, … up to a size."""
+    zero, one = (b.constant(np.array(v, dtype=np.int64), "int") for v in (0, 1))
+    return b.op("Range", zero, b.op("Reshape", size, b.ints([])), one)
+
+
 def _causal(b: Lowering, query: ir.Value, key: ir.Value, aligned_right: bool) -> ir.Value:
     """The additive mask (n, m) that excludes every key behind the query."""
     n, m = _size(b, query, 2), _size(b, key, 2)
-    zero, one = (b.constant(np.array(v, dtype=np.int64), "int") for v in (0, 1))
-    scalar = b.ints([])  # the shape of a scalar
-
-    def count(size: ir.Value) -> ir.Value:
-        return b.op("Range", zero, b.op("Reshape", size, scalar), one)
-
-    rows = b.op("Reshape", count(n), b.ints([-1, 1]))
+    rows = b.op("Reshape", _range(b, n), b.ints([-1, 1]))
     if aligned_right:
         rows = b.op("Add", rows, b.op("Sub", m, n))
-    return b.op("Where", b.op("Greater", count(m), rows), -math.inf, 0.0)
+    return b.op("Where", b.op("Greater", _range(b, m), rows), -math.inf, 0.0)
 
 
 def _attend(
@@ -114,20 +114,21 @@ def _standard(b: Lowering) -> Results:
     return {0: _merge_heads(b, y) if flat else y}
 
 
-def _padding(b: Lowering, mask: ir.Value | None) -> list[ir.Value]:
-    """onnxruntime's mask of keys, a constant: 1 or True keeps, by lengths or key by key."""
+def _padding(b: Lowering, mask: ir.Value | None, key: ir.Value) -> list[ir.Value]:
+    """onnxruntime's mask of keys, a constant: 1 keeps, key by key, or how many are kept from the first on."""
     if mask is None:
         return []
     array = constant(mask)
     if array is None:
         raise Refused("a mask that is no constant")
     low = b.real("mask_filter_value", -10000.0)
-    if array.ndim == 1:
-        raise Refused("a mask given by lengths; give it key by key, of shape (batch, keys)")
-    if array.ndim not in (2, 3):
-        raise Refused(f"a mask of shape {array.shape}")
-    added = (1.0 - array.astype(np.float64)) * low
-    return [b.constant(added[:, None] if array.ndim == 3 else added[:, None, None], "mask")]
+    if array.ndim in (2, 3):
+        added = (1.0 - array.astype(np.float64)) * low
+        return [b.constant(added[:, None] if array.ndim == 3 else added[:, None, None], "mask")]
+    if array.shape != (1,):
+        raise Refused(f"a mask of shape {array.shape}; give it key by key, of shape (batch, keys)")
+    last = b.constant(np.array(int(array[0]) - 1, dtype=np.int64), "last")
+    return [b.op("Where", b.op("Greater", _range(b, _size(b, key, 2)), last), low, 0.0)]
 
 
 def _microsoft(b: Lowering) -> Results:
@@ -149,7 +150,7 @@ def _microsoft(b: Lowering) -> Results:
     query, key, value = (
         _split_heads(b, b.cut(x, end - part, end, 2), heads) for end, part in zip(ends, parts, strict=True)
     )
-    masks = _padding(b, b.given(3))
+    masks = _padding(b, b.given(3), key)
     if (added := b.given(5)) is not None:
         masks.append(added)
     if b.integer("unidirectional", 0) == 1:
@@ -176,7 +177,7 @@ def _microsoft_heads(b: Lowering) -> Results:
             for v, part in zip(inputs, np.split(c, 3), strict=True)
         ]
     query, key, value = (_split_heads(b, v, heads) if _rank(v, 3) == 3 else v for v in inputs)
-    masks = _padding(b, b.given(4))
+    masks = _padding(b, b.given(4), key)
     if (added := b.given(5)) is not None:
         masks.append(added)
     if b.integer("unidirectional", 0) == 1:

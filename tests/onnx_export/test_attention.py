@@ -86,6 +86,13 @@ def einsum(scores: str, average: str) -> Core:
     return run
 
 
+def keras(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The equations of `keras.layers.MultiHeadAttention`."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    p = torch.einsum("aecd,abcd->acbe", k, q * 0.5).softmax(-1)
+    return torch.einsum("acbe,aecd->abcd", p, v).transpose(1, 2)
+
+
 # cores see (batch, heads, tokens, width) each
 CORES: dict[str, Case] = {
     "both scaled": (lambda q, k, v: ((q * 0.5**0.5) @ turned(k * 0.5**0.5)).softmax(-1) @ v, {}),
@@ -144,6 +151,7 @@ CORES: dict[str, Case] = {
     "einsum": (einsum("bhid,bhjd->bhij", "bhij,bhjd->bhid"), {}),
     "einsum, tokens first": (einsum("bihd,bjhd->bhij", "bhij,bjhd->bihd"), {}),
     "einsum, heads last": (einsum("bihd,bjhd->bijh", "bijh,bjhd->bihd"), {}),
+    "einsum of keras": (keras, {}),
     "exponentials": (
         lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True) @ v)((q @ turned(k) * 0.5).exp()),
         {},

@@ -40,6 +40,7 @@ WEIGHTS = {
     "added": weight(10, 1, HEADS, TOKENS, TOKENS),
     "padding": np.array([[1, 1, 1, 0, 0]], np.int32),
     "lengths": np.array([3], np.int32),
+    "ends": np.array([3, 1], np.int32),
     "keep": np.tril(np.ones((TOKENS, TOKENS), bool)),
     "nothing_first": np.arange(TOKENS)[:, None] * np.ones((1, TOKENS)) > 0,
     "heads4": np.array([0, 0, HEADS, WIDTH // HEADS]),
@@ -202,17 +203,23 @@ def test_grouped_queries_of_onnxruntime(tmp_path: Path) -> None:
     assert unit.scale == pytest.approx(8**-0.5)
 
 
+def test_keys_kept_by_their_number(tmp_path: Path) -> None:
+    nodes = fused("Attention", "x", "qkv", "bias", "lengths", num_heads=2)
+    (unit,) = checked(saved(nodes, tmp_path / "m.onnx", 17, batch=1)).info.attention
+    assert unit.masked and not unit.causal
+
+
 @pytest.mark.parametrize(
     "nodes, reason",
     [
-        (fused("Attention", "x", "qkv", "bias", "lengths", num_heads=2), "lengths"),
+        (fused("Attention", "x", "qkv", "bias", "ends", num_heads=2), "a mask of shape"),
         (standard("", "past", "past"), "past keys"),
         (
             [helper.make_node("PackedAttention", ["x", "qkv", "bias"], ["y"], domain="com.microsoft")],
             "packed",
         ),
     ],
-    ids=["lengths", "cache", "packed"],
+    ids=["ends and starts", "cache", "packed"],
 )
 def test_what_cannot_be_lowered_says_why(tmp_path: Path, nodes: list[Any], reason: str) -> None:
     path = saved(nodes, tmp_path / "m.onnx", 23)
