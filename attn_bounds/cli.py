@@ -88,6 +88,7 @@ def _top(
 # options that several commands take
 
 _IN, _SET, _BOUND, _FALSIFY, _LIMIT = "Inputs", "Input set", "Bounds", "Attack", "Limits"
+_MANY = "Many inputs"
 _EPS = "Radius of the ball, in the units of the inputs."
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX file with one input and one output.")]
@@ -271,6 +272,28 @@ def certify(
     seed: Seed = 0,
     timeout: Timeout = None,
     memory: Memory = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", rich_help_panel=_MANY, help="Inputs certified at once, each in a process."
+        ),
+    ] = 1,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="F.jsonl",
+            rich_help_panel=_MANY,
+            help="Append each result there as it comes; what the file has is not computed again.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            rich_help_panel=_MANY,
+            help="Of a dask scheduler: certify on its workers (extra `cluster`).",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Certify that no input in a ball changes class, or that VNN-LIB properties hold.
@@ -285,6 +308,8 @@ def certify(
     attn-bounds certify digits_vit.onnx --data digits_test.npz --count 20 --norm 2 --eps 0.3
 
     attn-bounds certify vit.onnx --vnnlib prop.vnnlib.gz --timeout 100 --json
+
+    attn-bounds certify vit.onnx --data test.npz --eps 0.01 --jobs 8 --save results.jsonl
     """
     options = locals()
     from . import commands

@@ -16,13 +16,14 @@ from torch import Tensor
 
 import onnx_export
 
-from . import entering, factories, inputs, inspection, report
+from . import entering, factories, inputs, inspection, parallel, report
 from .errors import InputError
 from .jobs import Item, Jobs
 from .limits import LimitedVerifier, check_timeout
 from .memory import parse_memory
+from .parallel import Recipe
 from .results import Certificate
-from .verifier import Verifier, check_method
+from .verifier import check_method
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Session:
     """What the commands that bound something share.
 
     Attributes:
-        jobs: answers about the model, in this process or within limits in a child.
+        jobs: answers about the model, in this process or within limits in a child; recipe: builds it.
         items: the inputs.
         out: where results go.
         model: its file name, for titles.
@@ -40,6 +41,7 @@ class Session:
     """
 
     jobs: Jobs | LimitedVerifier
+    recipe: Recipe
     items: list[Item]
     out: report.Output
     model: str
@@ -117,11 +119,10 @@ def _session(
     }
     out = report.Output(sys.stdout, as_json)
     with contextlib.redirect_stdout(sys.stderr), inputs.quiet(threads), contextlib.ExitStack() as stack:
-        jobs: Jobs | LimitedVerifier
-        if not enforced or (timeout is None and memory is None):
-            jobs = Jobs(Verifier(model, memory=memory, **options))
-        else:
-            jobs = stack.enter_context(LimitedVerifier(model, timeout=timeout, memory=memory, **options))
+        recipe = Recipe(str(model), timeout, memory, enforced, options)
+        jobs = recipe.build()
+        if isinstance(jobs, LimitedVerifier):
+            stack.enter_context(jobs)
         if data is not None:
             embed = functools.partial(entering.embedded, model, given=given)
             items = inputs.read_data(data, jobs.input_shape, jobs.outputs, index or (), count, embed)
@@ -129,6 +130,7 @@ def _session(
             items = inputs.read_properties(vnnlib or (), jobs.input_shape, jobs.outputs)
         yield Session(
             jobs=jobs,
+            recipe=recipe,
             items=items,
             out=out,
             model=model.name,
@@ -209,20 +211,46 @@ def export(
     output.show(*inspection.export_parts(row))
 
 
-def certify(*, eps: float | None, method: str, attack: bool, batch: int, **options: Any) -> int:
+def certify(
+    *,
+    eps: float | None,
+    method: str,
+    attack: bool,
+    batch: int,
+    jobs: int,
+    save: Path | None,
+    cluster: str | None,
+    **options: Any,
+) -> int:
     """`attn-bounds certify`; returns the exit code."""
     check_method(method)
     _check_set(eps, options)
     limited = options["timeout"] is not None or options["memory"] is not None
     if batch > 1 and (options["vnnlib"] or limited):
         raise InputError("--batch is for --data without limits, which are per input")
+    many = jobs > 1 or save is not None or cluster is not None
+    if batch > 1 and many:
+        raise InputError("--batch does not go with --jobs, --save and --cluster")
     with _session(**options) as s:
         job = {**s.ball(eps), "method": method, "attack": attack, **s.attack}
         note = "" if eps is None else s.note()
         _announce(s, note)
-        parts = [s.items[i : i + batch] for i in range(0, len(s.items), batch)]
+        parts = [] if many else [s.items[i : i + batch] for i in range(0, len(s.items), batch)]
+        if many:
+            threads = parallel.threads_each(jobs, options["threads"])
+            works = [parallel.Work.of(s.recipe, item, job, note, threads) for item in s.items]
+            rows: list[dict[str, Any]] = [{}] * len(works)
+            with report.progress(len(works)) as begin:
+                for i, row in parallel.certify_all(works, jobs, save, cluster):
+                    begin(f"{method}: {row['status']} {works[i].item.name}")
+                    rows[i] = row
+                    if s.out.as_json:
+                        s.out.add(row)
+            if not s.out.as_json:
+                s.out.rows.extend(rows)  # in their order
         with report.progress(len(parts)) as begin:
-            s.jobs.prepare(method)
+            if parts:
+                s.jobs.prepare(method)
             for part in parts:
                 begin(f"{method} on {part[0].name}")
                 if batch > 1 and isinstance(s.jobs, Jobs):

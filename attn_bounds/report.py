@@ -209,11 +209,12 @@ def _number(value: float | None, digits: int = 4) -> str:
 def certify_table(title: str, rows: Sequence[Row]) -> list[Printed]:
     """A line per input, and a count of the outcomes."""
     cells: dict[str, list[Any]] = {
-        "status": [Text(r["status"], STYLES[r["status"]]) for r in rows],
+        "status": [Text(r["status"], STYLES.get(r["status"], "red")) for r in rows],
         "margin ≥": [_number(r["margin"]) for r in rows],
         "by": [r["method"] for r in rows],
     }
-    counts = {s: sum(r["status"] == s for r in rows) for s in STYLES}
+    known = dict.fromkeys([*STYLES, *(r["status"] for r in rows)])  # an error is rare
+    counts = {s: sum(r["status"] == s for r in rows) for s in known}
     words = ", ".join(f"{n} {s}" for s, n in counts.items())
     return [_item_table(title, rows, cells), f"{words}; {sum(r['seconds'] for r in rows):.1f} s"]
 
