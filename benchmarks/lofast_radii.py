@@ -39,7 +39,8 @@ def _open(name: str) -> tuple[Any, Any, Any]:
 
     torch.set_num_threads(1)
     if not name.startswith("digits"):
-        return load(name)
+        verifier, inputs, spec = load(name)
+        return verifier, inputs.center, spec
     verifier = Verifier(ROOT / "examples" / "digits_vit.onnx")
     with np.load(ROOT / "examples" / "digits_test.npz") as data:
         i = int(name.split("_")[1])
