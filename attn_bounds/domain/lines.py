@@ -7,6 +7,8 @@ for by samples, and only the offsets need care.
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from .activations import EPS, Function, errors, negated
 
-SAMPLES = 17  # over the range of an entry, besides those where activations bend
+SAMPLES = 21  # over the range of an entry, besides those where activations bend
 BENDS = (-6.0, -4.0, -3.0, -2.0, -1.4, -0.7, 0.0, 0.7, 1.4, 2.0, 3.0, 4.0, 6.0)
-STEPS = 16  # of bisection in the slope
-CHUNK = 2**16  # entries whose samples are held at once
+HULL_STEPS = 7  # of a search for the edge of their lower hull
+GOLDEN_STEPS = 10
+CHUNK = 2**14  # entries whose samples are held at once
 POINTS = (0.02, 0.25, 0.5, 0.75, 0.98)  # of the range, where the lines of a family are highest
 
 
@@ -47,56 +50,78 @@ def value_range(f: Function, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]
     return tuple(torch.where(known, t, torch.nan).to(dtype) for t in (lower, upper))  # type: ignore[return-value]
 
 
-def _sampled_slope(f: Function, low: Tensor, high: Tensor, point: Tensor) -> Tensor:
-    """Slope of the line below the samples that is highest at the point, (k) each."""
+def _sampled_slopes(f: Function, low: Tensor, high: Tensor, points: list[Tensor]) -> list[Tensor]:
+    """Slopes of the lines below samples that are highest at each point: edges of their hull; (k) each."""
     grid = low + torch.linspace(0, 1, SAMPLES, dtype=low.dtype).unsqueeze(1) * (high - low)
     bends = torch.tensor([*BENDS, *f.breaks], dtype=low.dtype).unsqueeze(1).expand(-1, len(low))
     x = torch.cat([grid, bends.clamp(min=low, max=high)])
-    value, x = f.value(x), x - point
-    ends = [s for piece in f.pieces(low, high, (low + high) / 2) for s in f.slopes(*piece)]
-    a, b = torch.stack(ends).amin(0), torch.stack(ends).amax(0)
-    for _ in range(STEPS):
-        middle = (a + b) / 2
-        touched = (value - middle * x).argmin(0, keepdim=True)
-        left = x.gather(0, touched)[0] < 0
-        a, b = torch.where(left, middle, a), torch.where(left, b, middle)
+    value, step = f.value(x), (high - low) / (SAMPLES - 1)
+    found = []
+    for point in points:
+        x_left, x_right, left, right = low, high, value[0], value[SAMPLES - 1]
+        for _ in range(HULL_STEPS):
+            slope = (right - left) / (x_right - x_left)
+            lowest = (value - slope * x).argmin(0, keepdim=True)
+            x_new, new = x.gather(0, lowest)[0], value.gather(0, lowest)[0]
+            side = x_new < point
+            x_left, left = torch.where(side, x_new, x_left), torch.where(side, new, left)
+            x_right, right = torch.where(side, x_right, x_new), torch.where(side, right, new)
+        # between the samples; where both are next to the point the line is its tangent
+        x_right = _best(
+            _from(f, x_left, left, 1.0),
+            torch.maximum(x_right - step, point),
+            torch.minimum(x_right + step, high),
+        )
+        right = f.value(x_right)
+        x_left = _best(
+            _from(f, x_right, right, -1.0),
+            torch.maximum(x_left - step, low),
+            torch.minimum(x_left + step, point),
+        )
+        slope = (right - f.value(x_left)) / (x_right - x_left)
+        found.append(torch.where(x_right - x_left <= 2.0 * step, f.slope(point), slope))
+    return found
+
+
+def _from(f: Function, x: Tensor, value: Tensor, sign: float) -> Callable[[Tensor], Tensor]:
+    """The slope of the chord from a point, times a sign."""
+    return lambda t: sign * (f.value(t) - value) / (t - x)
+
+
+def _best(f: Callable[[Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """Where f is about the smallest between a and b, by golden section."""
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(GOLDEN_STEPS):
+        left, right = b - ratio * (b - a), a + ratio * (b - a)
+        smaller = f(left) < f(right)
+        a, b = torch.where(smaller, a, left), torch.where(smaller, right, b)
     return (a + b) / 2
 
 
-def _line_below(f: Function, low: Tensor, high: Tensor, point: Tensor, dtype: torch.dtype) -> Lines:
-    """The highest line at the point, about; slope in the given precision. (k) each, float64."""
-    size = 1.0 + low.abs() + high.abs()
-    narrow = high - low <= 1e-7 * size
-    tangent = f.slope(point)
+def _slopes(f: Function, low: Tensor, high: Tensor, points: list[Tensor]) -> list[Tensor]:
+    """Slopes of lines that are about the highest at each point, (k) each: any would do."""
+    narrow = high - low <= 1e-7 * (1.0 + low.abs() + high.abs())
     chord = (f.value(high) - f.value(low)) / torch.where(narrow, torch.ones_like(low), high - low)
     bends = torch.zeros_like(narrow)
     for b in f.breaks:
         bends |= (low < b) & (b < high)
-    convex = f.slope(high) >= f.slope(low)
-    slope = torch.where(narrow | (convex & ~bends), tangent, chord)
-    candidates = [slope]
-    if bool((pick := bends & ~narrow).any()):
-        sampled = slope.clone()
-        parts = zip(*(t[pick].split(CHUNK) for t in (low, high, point)), strict=True)
-        sampled[pick] = torch.cat([_sampled_slope(f, *part) for part in parts])
-        candidates = [sampled, torch.where(pick, tangent, slope), slope]
-    best: Lines | None = None
-    for one in candidates:
-        one = one.to(dtype).double()
-        line = Lines(one, _offset(f, one, low, high, point))
-        if best is None:
-            best = line
-            continue
-        better = line.slope * point + line.offset > best.slope * point + best.offset
-        best = Lines(*(torch.where(better, new, old) for new, old in zip(line, best, strict=True)))
-    assert best is not None
-    return best
+    tangent = narrow | ((f.slope(high) >= f.slope(low)) & ~bends)  # σ is convex there
+    slopes = [torch.where(tangent, f.slope(point), chord) for point in points]
+    pick = bends & ~narrow
+    if bool(pick.any()):
+        # samples in single precision: it is enough, and fast
+        parts = zip(*(t[pick].float().split(CHUNK) for t in (low, high, *points)), strict=True)
+        sampled = [_sampled_slopes(f, part[0], part[1], list(part[2:])) for part in parts]
+        for k, slope in enumerate(slopes):
+            own = torch.cat([s[k] for s in sampled]).double()
+            slope[pick] = torch.where(torch.isfinite(own), own, chord[pick])
+    return slopes
 
 
-def _offset(f: Function, slope: Tensor, low: Tensor, high: Tensor, point: Tensor) -> Tensor:
+def _offset(f: Function, slope: Tensor, low: Tensor, high: Tensor, point: Tensor, steps: int) -> Tensor:
     """Lower bound of `σ(x) − slope x` over [low, high]."""
     at = f.value(point)
-    offset = at + errors(f, point, at, slope, low, high).low - slope * point
+    offset = at + errors(f, point, at, slope, low, high, steps).low - slope * point
     return offset - 4 * EPS * (at.abs() + (slope * point).abs())
 
 
@@ -112,15 +137,17 @@ def lines_below(f: Function, low: Tensor, high: Tensor, points: tuple[float, ...
     """
     dtype, shape = low.dtype, low.shape
     known, low, high = (t.flatten() for t in _usable(f, low, high))
-    found = [_line_below(f, low, high, low + p * (high - low), dtype) for p in points or (0.5,)]
+    places = [low + p * (high - low) for p in points or (0.5,)]
+    slopes = [slope.to(dtype).double() for slope in _slopes(f, low, high, places)]
+    steps = 24 if dtype == torch.float64 else 14  # of bisection; what it leaves shrinks by four with each
+    offsets = [_offset(f, slope, low, high, p, steps) for slope, p in zip(slopes, places, strict=True)]
     room = 2.0 * torch.finfo(dtype).eps * (dtype != torch.float64)
 
     def finished(t: Tensor) -> Tensor:
-        t = torch.where(known, t, torch.nan).to(dtype)
-        return t.reshape(shape)
+        return torch.where(known, t, torch.nan).to(dtype).reshape(shape)
 
-    slopes = [finished(line.slope) for line in found]
-    offsets = [finished(line.offset - room * line.offset.abs()) for line in found]
+    slopes = [finished(slope) for slope in slopes]
+    offsets = [finished(offset - room * offset.abs()) for offset in offsets]
     if points is None:
         return Lines(slopes[0], offsets[0])
     return Lines(torch.stack(slopes, -1), torch.stack(offsets, -1))

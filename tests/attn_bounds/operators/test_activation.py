@@ -125,7 +125,7 @@ class TestScalarFunctions(BoundContract):
     def cases() -> list[Case]:
         return [
             Case("gelu", Activated("gelu", 0), [tensor(9, 1, 3, 4)], [0], 0.3),
-            Case("tanh gelu", Activated("tanh gelu", 2), [tensor(8, 1, 4)], [0], 1.0),
+            Case("tanh gelu", Activated("tanh gelu", 2), [tensor(8, 1, 4)], [0], 0.6),
             Case("silu", Activated("silu", 4), [tensor(7, 1, 4)], [0], 1e-3),
             Case("quick gelu", Activated("quick gelu", 6, 5.0), [tensor(6, 1, 4)], [0], 0.5),
             Case("erf", Activated("erf", 8), [tensor(5, 1, 4)], [0], 0.5),
