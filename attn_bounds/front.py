@@ -160,7 +160,7 @@ def verify(options: argparse.Namespace) -> int:
             f"{options.query}: a file of version 1.0 has one network; give --network N=FILE once"
         )
     if status in ("unknown", "timeout") and other and clock.left > OTHER:
-        _note(reason)
+        _note(f"{reason}; the other engine follows, which bounds real arithmetic")
         status, reason, assignments = engine(options.query, next(iter(files.values())), clock.left)
     _note(reason)
     print({"timeout": "timed-out"}.get(status, status), flush=True)

@@ -165,7 +165,7 @@ class Solver:
         per_box = max(1, (1 + len(self.judge.axes)) * max(1, len(width)))
         while open_:
             if time.monotonic() >= self.deadline:
-                return Outcome("timeout", None, f"{sum(len(b[0]) for b in open_)} boxes are open", self.boxes)
+                return Outcome("timeout", None, f"open boxes: {sum(len(b[0]) for b in open_)}", self.boxes)
             begin = time.monotonic()
             lower, upper = open_.pop()
             if len(lower) > size:
