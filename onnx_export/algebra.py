@@ -21,7 +21,7 @@ Polynomial = dict[Monomial, np.ndarray]
 ONE: Monomial = frozenset()
 MAX_TERMS = 12
 MAX_DEPTH = 24
-TOLERANCE = 1e-6  # relative, of constants: what float32 files and short decimals differ by
+TOLERANCE = 5e-7  # relative, of constants: what float32 files and short decimals differ by
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow")
 
 

@@ -170,6 +170,10 @@ def emit(graph: ir.Graph, softmax: ir.Node, scores: Scores, average: Average) ->
         factor = factor * (of_query * of_key)
     plan = _plan(query, key, scores, average)
     n, m = plan.queries, plan.keys
+    product = (*plan.lead, *((m, n) if plan.swapped else (n, m)))
+    for array in (factor, scores.mask):
+        if array is not None and np.broadcast_shapes(np.shape(array), product) != product:
+            raise NoUnit("one product serves several softmaxes, with a mask for each")
     f = _factors(factor, scores.mask, len(plan.lead) + 2, plan.swapped)
     if f.dead is not None and not average.guarded:
         raise NoUnit("its mask excludes every key of some query")

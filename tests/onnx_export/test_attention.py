@@ -366,6 +366,10 @@ def talking_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lambda q, k, v: (q @ turned(k)).masked_fill(torch.arange(5)[:, None] < 1, -1e9).softmax(-1) @ v,
             "by a constant",
         ),
+        (
+            lambda q, k, v: (q[:, :, :1] @ turned(k) + BIAS).softmax(-1) @ v,
+            "one product serves several",
+        ),
         (lambda q, k, v: (q * k).softmax(-1) * v, "entry by entry"),
     ],
     ids=[
@@ -377,6 +381,7 @@ def talking_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         "weak replacement",
         "scaled distances",
         "uniform row",
+        "one product",
         "no product",
     ],
 )
