@@ -92,6 +92,8 @@ class Inputs:
 
     def close(self) -> None:
         """Works out the numbers inside, once all bounds are known."""
+        whole = np.array([t not in FLOATS for t in self.types], dtype=bool)
+        self.lower[whole], self.upper[whole] = np.ceil(self.lower[whole]), np.floor(self.upper[whole])
         for i in {i for i, _ in self._exact}:
             low, high = self._exact.get((i, False)), self._exact.get((i, True))
             nothing = False
@@ -100,7 +102,7 @@ class Inputs:
                 nothing = nothing or (low[0] == high[0] and (low[1] or high[1]))
             if nothing or self.lower[i] > self.upper[i]:
                 self.empty = f"an input has lower bound {self.lower[i]:g} and upper bound {self.upper[i]:g}"
-                self.empty += " (one of them strict)" if self.lower[i] <= self.upper[i] else ""
+                self.empty += ", one of them strict" if self.lower[i] <= self.upper[i] else ""
         self._narrow(as_written=True)
         if (self.inner_lower > self.inner_upper).any():
             self.relax()

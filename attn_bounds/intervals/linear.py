@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from . import functions as f
-from .arithmetic import Interval, align
-from .dual import Dual, add, along, dot, larger, multiply, scaled, summed
+from .arithmetic import Array, Interval, align
+from .dual import Dual, abs_product, add, along, dot, larger, multiply, scaled, summed
 from .elementwise import checked
 from .node import Node
-
-
-def _scalar(value: float) -> Dual:
-    return Dual(Interval.of([float(np.float32(value))]))
 
 
 def matmul(node: Node, a: Dual, b: Dual) -> Dual:
@@ -39,13 +36,22 @@ def gemm(node: Node, a: Dual, b: Dual, c: Dual | None = None) -> Dual:
         a = a.mapped(_swapped)
     if node.get("transB", 0):
         b = b.mapped(_swapped)
-    result = dot(a, b, node.floats)
-    alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
-    if alpha != 1:
-        result = multiply(result, _scalar(alpha), node.floats)
-    if c is None or beta == 0:
-        return result
-    return add(result, c if beta == 1 else multiply(c, _scalar(beta), node.floats), node.floats)
+    alpha, beta = (Interval.of([float(np.float32(node.get(k, 1.0)))]) for k in ("alpha", "beta"))
+    result, terms = dot(a, b, ()), a.shape[-1]
+    size = abs_product(a.v, b.v) * alpha.largest()
+    if alpha.lo != 1:
+        result, terms = multiply(result, Dual(alpha), ()), terms + 1
+    if c is not None and beta.lo != 0:
+        c = c if beta.lo == 1 else multiply(c, Dual(beta), ())
+        size = size + align(c.v, result.v)[0].largest()
+        result, terms = add(result, c, ()), terms + 1 + (beta.lo[0] != 1)
+    # an implementation may scale before or after, and begin its sums with c
+    return _accumulated(result, size, terms, node)
+
+
+def _accumulated(exact: Dual, size: Array, terms: int, node: Node) -> Dual:
+    """What `terms` roundings make of sums whose absolute values add up to `size`."""
+    return replace(exact, v=f.accumulated(exact.v, size * (1 + 2.0**-50), terms, node.floats))
 
 
 def _swapped(x: Interval) -> Interval:
@@ -123,12 +129,16 @@ def conv(node: Node, x: Dual, w: Dual, bias: Dual | None = None) -> Dual:
     def weights(v: Interval) -> Interval:
         return v.reshape(v.shape[0], 1, groups, filters // groups, -1)
 
-    result = dot(w.mapped(weights), x.mapped(columns), node.floats)
-    result = result.mapped(lambda v: v.reshape(v.shape[0], batch, filters, *windows.out))
-    if bias is None:
-        return result
-    column = bias.mapped(lambda v: v.reshape(v.shape[0], filters, *(1,) * len(kernel)))
-    return add(result, column, node.floats)
+    filter_rows, input_columns = w.mapped(weights), x.mapped(columns)
+    shape = (batch, filters, *windows.out)
+    result = dot(filter_rows, input_columns, ()).mapped(lambda v: v.reshape(v.shape[0], *shape))
+    size = abs_product(filter_rows.v, input_columns.v)
+    size = size.reshape(size.shape[0], *shape)
+    if bias is not None:
+        column = bias.mapped(lambda v: v.reshape(v.shape[0], filters, *(1,) * len(kernel)))
+        size = size + align(column.v, result.v)[0].largest()
+        result = add(result, column, ())
+    return _accumulated(result, size, per_group * windows.count + (bias is not None), node)
 
 
 def max_pool(node: Node, x: Dual) -> Dual:

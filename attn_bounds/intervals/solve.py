@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import UnsupportedModelError
 from .judge import Judge, Judgement
+from .network import FLOATS
 from .query import Query
 from .replay import Replay, Witness
 
@@ -53,6 +54,7 @@ class Solver:
         moving = np.flatnonzero(self.lower < self.upper)
         self.judge = Judge(query, moving if len(moving) <= MAX_MOVING else moving[:0])
         self.replay = Replay(query)
+        self.whole = np.array([t not in FLOATS for t in query.inputs.types], dtype=bool)
         self.moving, self.rng = moving, np.random.default_rng(seed)
         self.boxes = self.replays = 0
         self._best: Array | None = None
@@ -223,10 +225,12 @@ class Solver:
         rows = np.arange(len(lower))
         low, high = lower[rows, axis], upper[rows, axis]
         middle = _middle(low, high)
-        possible = (part[rows, axis] > 0) & (low < middle) & (middle < high)
+        whole = self.whole[axis]  # nothing lies between whole numbers
+        possible = np.where(whole, low < high, (part[rows, axis] > 0) & (low < middle) & (middle < high))
         lost = int((~possible).sum())
         left, right = upper.copy(), lower.copy()
-        left[rows, axis] = right[rows, axis] = middle
+        left[rows, axis] = np.where(whole, np.floor(middle), middle)
+        right[rows, axis] = np.where(whole, np.floor(middle) + 1, middle)
         return (lower[possible], left[possible]), (right[possible], upper[possible]), lost
 
     # -- trust ------------------------------------------------------------------------------------------

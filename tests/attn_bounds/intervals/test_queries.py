@@ -21,6 +21,11 @@ RELU = "(float[1] x) => (float[1] y) { y = Relu(x) }"
 SOFTMAX = "(float[3] x) => (float[3] y) { y = Softmax<axis = -1>(x) }"
 TWO = "(float[1] a, float[1] b) => (float[1] s, float[1] p) { s = Sub(a, b) p = Mul(a, b) }"
 INNER = "(float[1] x) => (float[1] y) { h = Add(x, x) y = Tanh(h) }"
+COUNTED = "(int64[1] x) => (float[1] y) { y = Cast<to = 1>(x) }"
+CHOSEN = """(bool[1] x) => (float[1] y)
+<float a = {1.5}, float b = {-2.0}> { y = Where(x, a, b) }"""
+HALF = "(float16[1] x) => (float16[1] y) { y = Mul(x, x) }"
+DOUBLE = "(double[1] x) => (double[1] y) { y = Mul(x, x) }"
 TRUNCATED = "(float[1] x) => (int64[1] y) { y = Cast<to = 7>(x) }"
 SWITCH = """(float[1] x) => (float[1] y)
 <float t = {1.0}, float big = {9.0}> { c = Greater(x, t) y = Where(c, big, x) }"""
@@ -62,6 +67,8 @@ HIDDEN = """(declare-network N (declare-input X real [1]) (declare-hidden H real
 (declare-output Y real [1]))
 """ + box(("X[0]", 0.0, 1.0))
 TWICE = box(("X[0]", 0.0, 1.0), ("X2[0]", 2.0, 3.0)) + "(assert (<= Y2[0] Y[0]))"
+WHOLE = "(declare-network N (declare-input X int64 [1]) (declare-output Y float32 [1]))\n"
+LOGIC = "(declare-network N (declare-input X bool [1]) (declare-output Y float32 [1]))\n"
 INTEGER = "(declare-network N (declare-input X float32 [1]) (declare-output Y int64 [1]))\n" + box(
     ("X[0]", -2.9, 2.9)
 )
@@ -140,6 +147,32 @@ CASES = [
         SWITCH,
         declared("float32") + box(("X[0]", 0.0, 2.0)) + "(assert (>= Y[0] 9.0))",
         "sat",
+    ),
+    Case(
+        "whole inputs",
+        COUNTED,
+        WHOLE + "(assert (and (>= X[0] 0) (<= X[0] 90))) (assert (== (* 2.0 Y[0]) 7.0))",
+        "unsat",
+    ),
+    Case(
+        "whole inputs reached",
+        COUNTED,
+        WHOLE + "(assert (and (> X[0] 2) (<= X[0] 90))) (assert (<= Y[0] 3.0))",
+        "sat",
+    ),
+    Case("logical inputs", CHOSEN, LOGIC + "(assert (and (> Y[0] -2.0) (< Y[0] 1.5)))", "unsat"),
+    Case("logical inputs reached", CHOSEN, LOGIC + "(assert (>= Y[0] 1.5))", "sat"),
+    Case(
+        "the end of the range in float16",
+        HALF,
+        declared("float16") + box(("X[0]", 1.0, 1.0009765625)) + "(assert (>= Y[0] 1.001953125))",
+        "sat",
+    ),
+    Case(
+        "beyond the end of the range in float64",
+        DOUBLE,
+        declared("float64") + box(("X[0]", 1.0, 1.0009765625)) + "(assert (>= Y[0] 1.0019540787))",
+        "unsat",
     ),
     Case("constant of a shape", FILLED, UNIT + "(assert (> Y[1] 2.0))", "unsat"),
     Case(
