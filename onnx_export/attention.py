@@ -43,7 +43,8 @@ def _trace_scores(node: ir.Node, axis: int) -> Scores:
         terms = parse(value)
         own = terms.pop(ONE, None)
         if own is not None:
-            part = factor * own
+            with np.errstate(invalid="ignore"):  # 0 · −inf where the score is replaced later on
+                part = np.where(np.equal(factor, 0.0), 0.0, factor * own)
             mask = part if mask is None else mask + part
         if len(terms) != 1:
             if (found := distances(terms)) is None:

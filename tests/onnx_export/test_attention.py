@@ -115,6 +115,12 @@ CORES: dict[str, Case] = {
         lambda q, k, v: torch.where(KEEP, q @ turned(k), torch.tensor(-1e30)).mul(0.5).softmax(-1) @ v,
         {"masked": True},
     ),
+    "masked twice, transposed": (
+        lambda q, k, v: (
+            torch.where(KEEP, turned(k @ turned(q) * 0.5 + turned(MASK)), torch.tensor(-1e9)).softmax(-1) @ v
+        ),
+        {"masked": True},
+    ),
     "computed causal": (
         lambda q, k, v: sdp(
             q, k, v, torch.full((q.shape[2], k.shape[2]), float("-inf")).triu(1)[: q.shape[2]]
