@@ -117,7 +117,10 @@ class Builder:
         shapes = [_shape(v, a) for v, a in zip(inputs, arrays, strict=True)]
         data = [v is not None and a is None for v, a in zip(inputs, arrays, strict=True)]
         known = [o for o in node.outputs if o is node.outputs[0] or o.shape is not None]
-        out_shapes = [_shape(o, None) for o in known]
+        try:
+            out_shapes = [_shape(o, None) for o in known]
+        except Unsupported as e:
+            raise Unsupported(f"{e} from those of its inputs, {', '.join(map(str, shapes))}") from None
         if any(0 in s for s in (*shapes, *out_shapes)):
             raise Unsupported("a value without entries (an axis of size 0)")
         moving = [s for s, d in zip(shapes, data, strict=True) if d]

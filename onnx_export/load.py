@@ -229,8 +229,8 @@ def load(
             and Softmax, as auto_LiRPA alone would see the model.
         logits: take a final Softmax, LogSoftmax, ArgMax or single Sigmoid off (`info.head` says which).
         dtype: of the parameters. Folded constants are computed in float64 and rounded once.
-        check: compare the outputs on random inputs with onnxruntime's (at batch 1, and 3 where the file
-            allows it), and with a loop over the samples.
+        check: compare the outputs on random inputs with onnxruntime's (one sample by itself, and two at
+            once where the file allows it), and a batch with a loop over its samples.
         shape: sizes of dynamic dimensions besides the batch, by the dimension's name (`{"sequence": 16}`), or
             all sizes of an input by its name. There is no default.
         fix: values of the inputs that bounds are not over: arrays, numbers, "ones", "zeros", "positions" or
