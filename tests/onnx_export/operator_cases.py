@@ -98,7 +98,7 @@ def _arithmetic() -> list[Case]:
         Case("Div of two", [("Exp", "x->e", {}), ("Div", "x e", {})]),
         Case("Div of rows", [("ReduceL2", "x->n", {"axes": [2]}), ("Div", "x n", {})], opset=13, lowest=0.5),
         Case("Div by zero", one("Div", "x c"), w={"c": scalar(0)}, refused="division by a constant zero"),
-        Case("Add across the batch", [*flat, ("Add", "x m", {})], refused="influence each other"),
+        Case("Add across the batch", [*flat, ("Add", "x m", {})], x=(2, 4), refused="influence"),
         Case("Neg", one("Neg"), linear=True),
         Case("Sum", one("Sum", "x c x d"), w={"c": f(1, 4), "d": f(2, 3, 1)}, linear=True),
         Case("Mean", one("Mean", "x c x"), w={"c": f(1, 4)}, linear=True),
@@ -205,7 +205,7 @@ def _linear() -> list[Case]:
     cases += [
         Case("MatMul of two", [turned, ("MatMul", "x t", {})]),
         Case("MatMul of two broadcast", [turned, ("Unsqueeze", "x a->u", {}), ("MatMul", "u t", {})],
-             x=(3, 3), w={"a": i(2)}, refused="at batch 3|mixes|shape"),
+             x=(2, 2), w={"a": i(2)}, refused="influence"),
         Case("MatMul left without batch", one("MatMul", "c x"), x=(4,), w={"c": f(1, 4, 1)}, linear=True),
         Case("Gemm transA", [whole, ("Gemm", "q w", {"transA": 1})], batch=1, w={**axes, "w": f(1, 3, 5)},
              linear=True),
