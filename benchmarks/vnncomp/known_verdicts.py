@@ -202,9 +202,9 @@ def outcome(case: Known, timeout: float) -> dict[str, Any]:
         "wrong": wrong,
         "method": answer.method,
         "margin": answer.margin,
+        "parts": sum(t.get("parts", 0) for t in answer.tried),
         "reason": answer.reason,
-        "tried": answer.tried,
-        "seconds": time.perf_counter() - begin,
+        "seconds": round(time.perf_counter() - begin, 2),
     }
 
 
@@ -230,7 +230,8 @@ def main() -> None:
             for row in rows.values():
                 key = "wrong" if row["wrong"] else f"{row['known']}: {row['status']}"
                 counts[key] = counts.get(key, 0) + 1
-            RESULTS.write_text(json.dumps({"summary": counts, "rows": rows}, indent=1))
+            lines = ",\n".join(f'"{s}": {json.dumps(row)}' for s, row in rows.items())
+            RESULTS.write_text(f'{{"summary": {json.dumps(counts)}, "rows": {{\n{lines}\n}}}}\n')
     summary = json.loads(RESULTS.read_text())["summary"]
     print(json.dumps(summary))
     sys.exit(1 if "wrong" in summary else 0)
