@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .graph import constant, sizes
-from .lowering import MICROSOFT, Lowering, Refused, Results, Rule
+from .primitives import MICROSOFT, Lowering, Refused, Results, Rule
 
 
 def _split_heads(b: Lowering, x: ir.Value, heads: int) -> ir.Value:

@@ -8,97 +8,18 @@ are needed: what depends on them is left to constant folding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
-from .graph import Builder, constant, opset, replace, sizes
+from .fused_attention import ATTENTION_RULES
+from .graph import constant, opset, replace, sizes
+from .importers import Unsupported
+from .importers.einsum import parse
+from .primitives import MICROSOFT, Lowering, Refused, Results, Rule
 
-MICROSOFT = "com.microsoft"
 STANDARD = ("", "ai.onnx")
 REFUSED = "attn_bounds.refused"  # metadata of a node that cannot be lowered: the reason
-
-
-class Refused(Exception):
-    """Why a fused operator cannot be lowered."""
-
-
-class Lowering(Builder):
-    """A builder of primitives for one fused node; shapes are left to inference.
-
-    Arguments:
-        node: the fused operator.
-        version: of the standard operator set.
-    """
-
-    def __init__(self, graph: ir.Graph, node: ir.Node, version: int) -> None:
-        first = next((v for v in node.inputs if v is not None), None)
-        super().__init__(graph, node.name or str(node.outputs[0].name), first.dtype if first else None)
-        self.source, self.version = node, version
-
-    def given(self, i: int) -> ir.Value | None:
-        """Input i, or None where it is left out."""
-        return self.source.inputs[i] if i < len(self.source.inputs) else None
-
-    def wanted(self, i: int) -> ir.Value:
-        """Input i, which cannot be left out."""
-        value = self.given(i)
-        if value is None:
-            raise Refused(f"input {i} is missing")
-        return value
-
-    def integer(self, name: str, default: int) -> int:
-        return int(self.source.attributes.get_int(name, default))
-
-    def real(self, name: str, default: float) -> float:
-        return float(self.source.attributes.get_float(name, default))
-
-    def op(self, kind: str, *inputs: ir.Value | float | None, **attributes: Any) -> ir.Value:
-        """One node of the standard operators; numbers among the inputs become constants."""
-        values = [
-            self.constant(np.array(v, dtype=np.float64), "number") if isinstance(v, (int, float)) else v
-            for v in inputs
-        ]
-        return self.node(kind, values, None, attributes)
-
-    def ints(self, values: Sequence[int]) -> ir.Value:
-        return self.constant(np.array(values, dtype=np.int64), "ints")
-
-    def mean(self, x: ir.Value, axes: Sequence[int] = (-1,)) -> ir.Value:
-        if self.version >= 18:
-            return self.op("ReduceMean", x, self.ints(axes), keepdims=1)
-        return self.op("ReduceMean", x, axes=list(axes), keepdims=1)
-
-    def cut(self, x: ir.Value, start: int, end: int, axis: int) -> ir.Value:
-        return self.op("Slice", x, *(self.ints([v]) for v in (start, end, axis)))
-
-    def norm(
-        self,
-        x: ir.Value,
-        gain: ir.Value | None,
-        bias: ir.Value | None,
-        eps: float,
-        centred: bool,
-        axes: Sequence[int] = (-1,),
-    ) -> ir.Value:
-        """Layer or RMS normalisation over the last axes."""
-        d = self.op("Sub", x, self.mean(x, axes)) if centred else x
-        y = self.op("Div", d, self.op("Sqrt", self.op("Add", self.mean(self.op("Mul", d, d), axes), eps)))
-        y = y if gain is None else self.op("Mul", y, gain)
-        return y if bias is None else self.op("Add", y, bias)
-
-    def gelu(self, x: ir.Value, tanh: bool) -> ir.Value:
-        if tanh:
-            cube = self.op("Mul", self.op("Mul", self.op("Mul", x, x), x), 0.044715)
-            inner = self.op("Tanh", self.op("Mul", self.op("Add", x, cube), math.sqrt(2.0 / math.pi)))
-        else:
-            inner = self.op("Erf", self.op("Mul", x, math.sqrt(0.5)))
-        return self.op("Mul", self.op("Mul", x, 0.5), self.op("Add", inner, 1.0))
-
-
-Results = dict[int, ir.Value]  # by number of the output
 
 
 def _norm(b: Lowering) -> Results:
@@ -152,9 +73,6 @@ def _fused_matmul(b: Lowering) -> Results:
 
 def _einsum(b: Lowering) -> Results:
     """Of two tensors that both depend on the input: transposed, with axes merged, one MatMul."""
-    from .importers import Unsupported
-    from .importers.einsum import parse
-
     inputs = [b.wanted(i) for i in range(len(b.source.inputs))]
     shapes = [sizes(v) for v in inputs]
     if len(inputs) != 2 or any(s is None for s in shapes) or any(constant(v) is not None for v in inputs):
@@ -199,7 +117,6 @@ def _fused_gemm(b: Lowering) -> Results:
     return {0: b.op(name, y, **slope)}
 
 
-Rule = Callable[[Lowering], Results]
 RULES: dict[tuple[str, str], Rule] = {
     (MICROSOFT, "LayerNormalization"): _norm,
     (MICROSOFT, "SimplifiedLayerNormalization"): _norm,
@@ -221,8 +138,6 @@ def lower(model: ir.Model) -> bool:
 
     Where that cannot be, the node keeps the reason as metadata.
     """
-    from .fused_attention import ATTENTION_RULES
-
     version, graph = opset(model), model.graph
     rules = {**RULES, **ATTENTION_RULES}
     if version < 17:  # onnxruntime has it in files of older opsets too, where its shape cannot be inferred
