@@ -35,6 +35,9 @@ def passes(node: ir.Node) -> bool:
     """Whether the node hands its first input on as it is."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in PASSING:
         return False
+    if node.op_type == "Dropout":
+        training = constant(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else False
+        return training is not None and not np.any(training) and bool(node.attributes.get_int("is_test", 1))
     return node.op_type != "Cast" or node.attributes.get_int("to", 0) in FLOATS
 
 

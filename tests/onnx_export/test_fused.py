@@ -45,6 +45,8 @@ WEIGHTS = {
     "nothing_first": np.arange(TOKENS)[:, None] * np.ones((1, TOKENS)) > 0,
     "heads4": np.array([0, 0, HEADS, WIDTH // HEADS]),
     "one4": np.array([0, 0, 1, WIDTH // HEADS]),
+    "half": np.array(0.5, np.float32),
+    "yes": np.array(True),
     "whole": np.array([0, 0, WIDTH]),
     "wide": weight(13, WIDTH, 2 * WIDTH),
     "last": np.array([TOKENS - 1], np.int32),
@@ -201,6 +203,20 @@ def test_grouped_queries_of_onnxruntime(tmp_path: Path) -> None:
     (unit,) = checked(saved(nodes, tmp_path / "m.onnx", 17, batch=1)).info.attention
     assert (unit.heads, unit.kv_heads, unit.head_dim, unit.causal) == (2, 1, 8, True)
     assert unit.scale == pytest.approx(8**-0.5)
+
+
+def test_dropout_in_training_is_not_passed_over(tmp_path: Path) -> None:
+    """Inside an attention too, which would be recognised without it."""
+    core = [
+        helper.make_node("Transpose", ["k4"], ["k_t"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q4", "k_t"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"], axis=-1),
+        helper.make_node("Dropout", ["p", "half", "yes"], ["dropped"]),
+        helper.make_node("MatMul", ["dropped", "v4"], ["y4"]),
+    ]
+    path = saved([*PROJECTED, *FOUR, *core, *BACK], tmp_path / "m.onnx", 17)
+    with pytest.raises(UnsupportedModelError, match=r"Dropout.*training mode"):
+        load(path, check=False)
 
 
 def test_keys_kept_by_their_number(tmp_path: Path) -> None:
