@@ -11,7 +11,7 @@ from .arithmetic import Array, Interval, align, total
 from .functions import accumulated, rounded
 
 FLOAT = "float"  # kind of all floating point values; others have the names of ONNX' integer types, or bool
-EXACT_TERMS = 64  # sums of at most so many terms are exact where float64 is
+EXACT = 128  # products of at most so many multiplications are exact where float64 is
 
 
 @dataclass(frozen=True)
@@ -197,17 +197,21 @@ def dot(a: Dual, b: Dual, floats: Sequence[str]) -> Dual:
     for x, y, left in ((a.d, b.v, False), (b.d, a.v, True)):
         if x is not None:
             x, y = _aligned(x, y)
-            d = added(d, product(y, x) if left else product(x, y))
+            first, second = (y, x) if left else (x, y)
+            finite = bool(np.isfinite(x.lo).all() and np.isfinite(x.hi).all())
+            d = added(d, product(first, second, exact=not finite))  # of slopes no digit decides
     return Dual(v, d, a.kind)
 
 
-def product(a: Interval, b: Interval) -> Interval:
-    """Matrix products of intervals; exact where float64 is if the sums are short."""
+def product(a: Interval, b: Interval, exact: bool | None = None) -> Interval:
+    """Matrix products of intervals; exact where float64 is if asked for, by default if they are small."""
     a, b = align(a, b)
     k = a.shape[-1]
     if k == 0:
         return Interval.of(np.zeros(np.broadcast_shapes((*a.shape[:-1], 1), (*b.shape[:-2], 1, b.shape[-1]))))
-    if k <= EXACT_TERMS:
+    if exact is None:
+        exact = a.shape[-2] * k * b.shape[-1] <= EXACT
+    if exact:
         result = a[..., :, :1] * b[..., :1, :]
         for i in range(1, k):
             result = result + a[..., :, i : i + 1] * b[..., i : i + 1, :]

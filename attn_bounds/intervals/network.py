@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Network:
     Attributes:
         path, model: the file. inputs, outputs: its ports, without initializers.
         floats: element types that its floating point values may have; () once it stands for real numbers.
+        widest: entries of its largest value, once it was called.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,6 +72,7 @@ class Network:
         self.inputs = [Port(i) for i in graph.input if i.name not in stored]
         self.outputs = [Port(o) for o in graph.output]
         self.floats: tuple[str, ...] = self._floats()
+        self.widest = 1
         self._constants: dict[str, Dual] = {}
         self._nodes: list[tuple[Any, Node]] = []
 
@@ -127,6 +130,7 @@ class Network:
             ):
                 if name:
                     values[name] = value
+                    self.widest = max(self.widest, math.prod(value.shape))
         return values
 
     def shape_of(self, port: Port, declared: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 MAX_MOVING = 48  # with more inputs that move no derivatives are taken
 CORNERS = 6  # all corners of a box of so many moving inputs are tried
 MAX_BATCH = 8192  # boxes at once
-BATCH_NUMBERS = 400_000  # numbers of a batch, inputs times derivatives
+BATCH_NUMBERS = 1_000_000  # entries of the largest value of a batch, with derivatives
 BATCH_SECONDS = 0.3
 SMALLEST = 2.0**-40  # part of its first width below which an axis is not cut
 MAX_STUCK = 256  # boxes that cannot be cut, after which the search ends
@@ -164,7 +164,7 @@ class Solver:
         width = self.upper - self.lower
         open_: list[tuple[Array, Array]] = [(self.lower[None], self.upper[None])]
         size, stuck = 1, 0
-        per_box = max(1, (1 + len(self.judge.axes)) * max(1, len(width)))
+        per_box = (1 + len(self.judge.axes)) * max(len(width), *(use.widest for use in self.query.uses))
         while open_:
             if time.monotonic() >= self.deadline:
                 return Outcome("timeout", None, f"open boxes: {sum(len(b[0]) for b in open_)}", self.boxes)
