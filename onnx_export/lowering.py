@@ -117,6 +117,24 @@ def _fused_gemm(b: Lowering) -> Results:
     return {0: b.op(name, y, **slope)}
 
 
+def _fused_conv(b: Lowering) -> Results:
+    """Conv, a sum with another value if there is one, and an activation."""
+    name = b.source.attributes.get_string("activation", "")
+    if name not in ("", "Relu", "Tanh", "Sigmoid"):
+        raise Refused(f"activation {name}")
+    y = b.op("Conv", *b.source.inputs[:3])
+    for key, attribute in b.source.attributes.items():
+        if not key.startswith("activation"):
+            b.nodes[-1].attributes[key] = attribute
+    if (other := b.given(3)) is not None:
+        y = b.op("Add", y, other)
+    return {0: b.op(name, y) if name else y}
+
+
+def _of_one_machine(b: Lowering) -> Results:
+    raise Refused("a layout for one machine; let onnxruntime save the model at level ORT_ENABLE_EXTENDED")
+
+
 RULES: dict[tuple[str, str], Rule] = {
     (MICROSOFT, "LayerNormalization"): _norm,
     (MICROSOFT, "SimplifiedLayerNormalization"): _norm,
@@ -129,6 +147,11 @@ RULES: dict[tuple[str, str], Rule] = {
     (MICROSOFT, "QuickGelu"): _quick_gelu,
     (MICROSOFT, "FusedMatMul"): _fused_matmul,
     (MICROSOFT, "FusedGemm"): _fused_gemm,
+    (MICROSOFT, "FusedConv"): _fused_conv,
+    **{
+        (f"{MICROSOFT}.nchwc", op): _of_one_machine
+        for op in ("Conv", "ReorderInput", "ReorderOutput", "MaxPool", "AveragePool")
+    },
     ("", "Einsum"): _einsum,
 }
 

@@ -305,3 +305,35 @@ def test_after_the_transformer_optimiser(tmp_path: Path) -> None:
     assert [[(u.heads, u.queries, u.keys, round(u.scale, 6)) for u in found] for found in units] == [
         [(HEADS, TOKENS, TOKENS, 0.5)]
     ] * 2
+
+
+class Images(nn.Module):
+    """A convolution with an activation behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.out = nn.Conv2d(1, 32, 2), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.conv(x.unsqueeze(1))).flatten(2).transpose(1, 2)
+        return self.out(torch.nn.functional.gelu(y)).mean(1)
+
+
+@pytest.mark.parametrize("level, op", [("EXTENDED", "FusedConv"), ("ALL", "ReorderOutput")])
+def test_as_onnxruntime_saves_it(tmp_path: Path, level: str, op: str) -> None:
+    """Its own optimisation before running, which can be saved; at the last level for one machine alone."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "saved.onnx"), 4
+    plain = exported(Images(), tmp_path / "plain.onnx", 17)
+    onnxruntime.InferenceSession(str(plain), options, providers=["CPUExecutionProvider"])
+    if op not in {n.op_type for n in onnx.load(str(tmp_path / "saved.onnx")).graph.node}:
+        pytest.skip(f"onnxruntime has no {op} on this machine")
+    if level == "ALL":
+        with pytest.raises(UnsupportedModelError, match="ORT_ENABLE_EXTENDED"):
+            load(tmp_path / "saved.onnx")
+    else:
+        checked(tmp_path / "saved.onnx")
