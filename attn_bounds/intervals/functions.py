@@ -15,6 +15,12 @@ LIBRARY = 2.0**-50
 ULPS = 16
 UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 _STORED = {"float16": np.float16, "float32": np.float32}
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38,
+    "float32": 3.4028234663852886e38,
+    "float64": float(np.finfo(np.float64).max),
+}
 LEAST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -54,7 +60,9 @@ def accumulated(x: Interval, size: Array, terms: int, floats: Sequence[str]) -> 
     unit = max(UNITS[name] for name in floats)
     gamma = terms * unit / (1 - terms * unit) if terms * unit < 1 else np.inf
     least = max(LEAST[name] for name in floats)
-    return x.moved(size * gamma * (1 + LIBRARY) + terms * least)
+    error = size * gamma * (1 + LIBRARY) + terms * least
+    overflow = size + error >= min(LARGEST[name] for name in floats)  # of a partial sum
+    return x.moved(np.where(overflow, np.inf, error))
 
 
 def computed(x: Interval, floats: Sequence[str], scale: float = 0.0) -> Interval:

@@ -12,13 +12,12 @@ import numpy as np
 
 from .arithmetic import Interval
 from .elementwise import INTEGERS
-from .functions import rounded
+from .functions import LARGEST, rounded
 from .network import FLOATS
 
 Array = np.ndarray[Any, Any]
 
 NUMPY = {"float16": np.float16, "float32": np.float32, "float64": np.float64, "bool": np.bool_}
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895314e38, "float32": 3.4028234663852886e38}
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,11 @@ def _range(v: Variable) -> tuple[float, float]:
     if v.type in INTEGERS:
         bits = INTEGERS[v.type]
         return (0.0, 2.0**bits) if v.type[0] == "u" else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1))
-    limits = [LARGEST[t] for t in (v.type, v.stored) if t in LARGEST] if v.type != "real" else []
+    limits = (
+        [LARGEST[t] for t in (v.type, v.stored) if t in LARGEST and t != "float64"]
+        if v.type != "real"
+        else []
+    )
     return (-min(limits), min(limits)) if limits else (-math.inf, math.inf)
 
 

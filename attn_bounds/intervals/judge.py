@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import Interval, total
-from .dual import Dual, added, scaled
+from .dual import FLOAT, Dual, added, scaled
+from .functions import LARGEST
 from .network import seeds
 from .query import All, Atom, Formula, Query
 
@@ -49,7 +50,7 @@ class Judge:
     def __call__(self, lower: Array, upper: Array, derivatives: bool = True) -> Judgement:
         """Boxes (boxes, n)."""
         derivatives = derivatives and bool(len(self.axes))
-        values = self.values(lower, upper, self.axes if derivatives else None)
+        values, fits = self._run(lower, upper, self.axes if derivatives else None)
         middle = None
         if derivatives and self.sharp:
             point = np.clip(lower / 2 + upper / 2, lower, upper)
@@ -60,19 +61,25 @@ class Judge:
         width = upper - lower
         possible, certain, score = self._formula(self.query.formula, values, middle, effect, width)
         possible, certain, score = (np.broadcast_to(v, (len(lower),)) for v in (possible, certain, score))
-        return Judgement(possible, certain, score, effect)
+        return Judgement(possible | ~fits, certain & fits, score, effect)
 
     def values(self, lower: Array, upper: Array, axes: Array | None = None) -> list[Dual]:
         """One per variable, flat: (boxes, size)."""
+        return self._run(lower, upper, axes)[0]
+
+    def _run(self, lower: Array, upper: Array, axes: Array | None) -> tuple[list[Dual], Array]:
+        """The values, and (boxes,) where nothing can overflow in the networks' types, for beyond infinity
+        and NaN bounds say nothing about an implementation. Real numbers do not overflow."""
         query = self.query
         whole, d = seeds(lower, upper, axes)
+        fits = np.ones(len(lower), dtype=bool)
         found: dict[tuple[int, str], Dual] = {}
         for number, network in enumerate(query.uses):
             given = {}
             for v in query.inputs.variables:
                 if v.use == number:
                     part = slice(v.first, v.first + v.size)
-                    kind = "float" if v.stored.startswith(("float", "bfloat", "real")) else v.stored
+                    kind = FLOAT if v.stored.startswith(("float", "bfloat", "real")) else v.stored
                     given[v.tensor] = Dual(
                         whole[:, part].reshape(-1, *v.shape),
                         None if d is None else d[:, :, part].reshape(*d.shape[:2], *v.shape),
@@ -80,6 +87,11 @@ class Judge:
                     )
             with np.errstate(all="ignore"):
                 values = network([given[p.name] for p in network.inputs])
+            if network.floats:
+                limit = min(LARGEST[name] for name in network.floats)
+                for value in values.values():
+                    if value.kind == FLOAT:
+                        fits &= (value.v.largest() <= limit).reshape(len(value.v.lo), -1).all(1)
             for v in query.variables:
                 if v.use == number:
                     value = values[v.tensor]
@@ -88,7 +100,7 @@ class Judge:
                             0, f"{v.name} has shape {list(v.shape)}, {v.tensor} has {list(value.shape)}"
                         )
                     found[number, v.name] = value.mapped(lambda x: x.reshape(x.shape[0], -1))
-        return [found[v.use, v.name] for v in query.variables]
+        return [found[v.use, v.name] for v in query.variables], fits
 
     def _formula(
         self, formula: Formula, values: list[Dual], middle: Any, effect: Array, width: Array

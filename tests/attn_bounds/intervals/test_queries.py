@@ -26,6 +26,7 @@ CHOSEN = """(bool[1] x) => (float[1] y)
 <float a = {1.5}, float b = {-2.0}> { y = Where(x, a, b) }"""
 HALF = "(float16[1] x) => (float16[1] y) { y = Mul(x, x) }"
 DOUBLE = "(double[1] x) => (double[1] y) { y = Mul(x, x) }"
+SQUARED = "(float[1] x) => (float[1] y) { h = Mul(x, x) z = Sub(h, h) y = Relu(z) }"
 TRUNCATED = "(float[1] x) => (int64[1] y) { y = Cast<to = 7>(x) }"
 SWITCH = """(float[1] x) => (float[1] y)
 <float t = {1.0}, float big = {9.0}> { c = Greater(x, t) y = Where(c, big, x) }"""
@@ -141,6 +142,20 @@ CASES = [
     Case("hidden node reached", INNER, HIDDEN + "(assert (>= H[0] 1.0)) (assert (<= Y[0] 0.8))", "sat"),
     Case("truncation", TRUNCATED, INTEGER + "(assert (or (>= Y[0] 3) (<= Y[0] -3)))", "unsat"),
     Case("truncation reached", TRUNCATED, INTEGER + "(assert (== Y[0] -2))", "sat"),
+    Case(
+        "overflow says nothing",
+        SQUARED,
+        declared("float32")
+        + box(("X[0]", 1e25, 1e25)).replace("1e+25", "1" + "0" * 25 + ".0")
+        + "(assert (< Y[0] 0.0))",
+        "unknown",
+    ),
+    Case(
+        "no overflow",
+        SQUARED,
+        declared("float32") + box(("X[0]", 9.0, 9.0)) + "(assert (< Y[0] 0.0))",
+        "unsat",
+    ),
     Case("switch", SWITCH, declared("float32") + box(("X[0]", 0.0, 2.0)) + "(assert (> Y[0] 9.0))", "unsat"),
     Case(
         "switch reached",
