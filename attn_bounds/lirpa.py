@@ -50,6 +50,7 @@ _NAMES = {
     "BoundLinear": "auto_LiRPA.bound_ops",
     "BoundMatMul": "auto_LiRPA.bound_ops",
     "BoundConv": "auto_LiRPA.bound_ops",
+    "BoundDiv": "auto_LiRPA.bound_ops",
     "BoundReshape": "auto_LiRPA.bound_ops",
     "BoundTranspose": "auto_LiRPA.bound_ops",
 }
@@ -139,6 +140,21 @@ def _constant_factors_in_forward_mode(mul: Any) -> None:
     mul.bound_forward = bound_forward
 
 
+def _bounds_in_forward_mode(module: Any) -> None:
+    """0.3 returns None for the bounds of a node that it has passed through on the way to another one."""
+    original = module.forward_general
+
+    def forward_general(
+        self: Any, C: Any = None, node: Any = None, concretize: bool = False, offset: int = 0
+    ) -> Any:
+        linear = getattr(node, "linear", None)
+        if concretize and C is None and linear is not None and linear.lower is None:
+            del node.linear
+        return original(self, C=C, node=node, concretize=concretize, offset=offset)
+
+    module.forward_general = forward_general
+
+
 def package() -> types.ModuleType:
     """auto_LiRPA, imported on the first call.
 
@@ -160,6 +176,7 @@ def package() -> types.ModuleType:
                 if is_old():
                     _buffers_are_constants(ops.BoundBuffers)
                     _constant_factors_in_forward_mode(ops.BoundMul)
+                    _bounds_in_forward_mode(_package.BoundedModule)
             except Exception as e:
                 _package = None
                 raise ImportError(f"{HOW_TO_GET_IT}\n(importing it failed: {type(e).__name__}: {e})") from e

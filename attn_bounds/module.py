@@ -30,6 +30,7 @@ from .lofast import compute_bounds as lofast_bounds
 from .operators import operators, replacements
 from .operators.base import BoundOperator
 from .operators.input import BehindInputBox
+from .operators.quotient import BoundDiv
 from .operators.repairs import repairs
 from .passes import SENSITIVITY_METHODS, Pass, sensitivity_passes
 
@@ -147,9 +148,10 @@ class BoundedModule(LirpaModule):
         self.eval()
 
     def _constant_factors_need_no_bounds(self) -> None:
-        """0.3 bounds the inputs of every product, also where a weight is one of them: nothing is relaxed."""
+        """Products with a constant, and quotients by one, relax nothing; some versions bound their inputs."""
         for node in self.all_nodes():
-            if isinstance(node, BoundMatMul) and not all(i.from_input for i in node.inputs):
+            product = isinstance(node, BoundMatMul) and not all(i.from_input for i in node.inputs)
+            if product or (isinstance(node, BoundDiv) and not node.inputs[1].from_input):
                 node.requires_input_bounds = []
 
     def _nonlinear_on_input(self) -> bool:

@@ -128,8 +128,7 @@ def handles(node: Any, moving: list[Any]) -> bool:
     if name == AVERAGE:
         return not is_unit(node) and aligned(node, moving)
     if name == "BoundDiv":
-        # auto_LiRPA takes every a / √b for a layer normalisation, and its own value of it is wrong
-        return kind(node.inputs[1]) != "BoundSqrt" and aligned(node, moving)
+        return aligned(node, moving)
     if len(moving) < 2:
         return False  # linear
     if name == "BoundConcat":

@@ -27,9 +27,10 @@ def operators() -> dict[str, Any]:
 
 def replacements() -> dict[str, Any]:
     """Operators in the place of auto_LiRPA's own, which lack something or are wrong on some version."""
-    from . import activation, attention
+    from . import activation, attention, quotient
 
     return {
+        "onnx::Div": quotient.BoundDiv,
         "onnx::Erf": activation.BoundErf,
         "onnx::Gelu": activation.BoundGelu,
         "onnx::Log": activation.BoundLog,

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import lirpa
+from ..lirpa import BoundDiv as StockDiv
 from ..lirpa import BoundLinear, BoundMatMul, BoundReduceMax, BoundSoftmax
 from ..sensitivity.softmax import probability_box, softmax_planes
+from .activation import BoundSqrt
+from .quotient import quotient_range
 
 
 class RepairedReduceMax(BoundReduceMax):
@@ -92,9 +95,35 @@ class RepairedMatMul(BoundMatMul):
         return interval if C is None else BoundLinear.interval_propagate(None, interval, C=C)
 
 
+class BoundDiv(StockDiv):
+    """0.3 takes every `a / √b` for a layer normalisation, and in intervals every numerator for positive.
+
+    It keeps the name of what it repairs, by which rules know it.
+    """
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x / y
+
+    def interval_propagate(self, *v: Any) -> Any:
+        x, y = (interval[:2] for interval in v)
+        return quotient_range((x[0], x[1]), (y[0], y[1]))
+
+    def bound_backward(self, last_lA: Any, last_uA: Any, x: Any, y: Any) -> Any:
+        coefficients, lower, upper = super().bound_backward(last_lA, last_uA, x, y)
+        if y.perturbed:  # its planes of 1/y are for positive y
+            unknown = torch.where((y.lower <= 0).flatten(1).any(1), torch.nan, 0.0)
+            lower, upper = lower + unknown, upper + unknown
+        return coefficients, lower, upper
+
+
 def repairs() -> tuple[dict[str, Any], str]:
     """Replacements by node kind for the installed version, and the words that say so in results."""
     if lirpa.is_old():
-        replaced = {"onnx::ReduceMax": RepairedReduceMax, "onnx::MatMul": RepairedMatMul}
-        return replaced, f"stock {lirpa.version()}, ReduceMax repaired"
+        replaced = {
+            "onnx::Div": BoundDiv,
+            "onnx::MatMul": RepairedMatMul,
+            "onnx::ReduceMax": RepairedReduceMax,
+            "onnx::Sqrt": BoundSqrt,  # the upper line of 0.3 has the slope of 1/√x
+        }
+        return replaced, f"stock {lirpa.version()}, ReduceMax, Div and Sqrt repaired"
     return {"onnx::Softmax": RepairedSoftmax}, f"stock {lirpa.version()}, Softmax intervals repaired"

@@ -59,11 +59,19 @@ def standard_cases() -> list[Case]:
 
 
 class TestNormalizations(BoundContract):
-    methods = ("IBP", "CROWN", "alpha-crown")
+    methods = ("IBP", "CROWN")
 
     @staticmethod
     def cases() -> list[Case]:
         return standard_cases()
+
+
+class TestDescent(BoundContract):
+    methods = ("alpha-crown",)
+
+    @staticmethod
+    def cases() -> list[Case]:
+        return standard_cases()[:6:2]
 
 
 class TestOtherMethods(BoundContract):

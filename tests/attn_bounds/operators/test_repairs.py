@@ -121,3 +121,38 @@ def test_linear_layers_on_tokens() -> None:
         )
         found = smallest(case, c, 2.0)
         assert (low <= found + 1e-9).all() and (low >= found - 3.0).all()
+
+
+@pytest.mark.parametrize("kind", [StockModule, BoundedModule])
+def test_decomposed_layer_norm(kind: type[BoundedModule]) -> None:
+    """0.3 takes `a / √b` for a formula of its own, numerators for positive, and its √ is violated."""
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            z = x * 1.0 + x.mean(-1, keepdim=True) * -1.0
+            return (z + 0.3) / torch.sqrt((z * z).mean(-1, keepdim=True) + 0.1)
+
+    x = rand(6, 1, 4)
+    graph = kind(Flat(Norm(), 4), x)
+    assert torch.allclose(graph(x), Norm()(x))
+    case, c = Case("norm", Norm(), [x], [0], 0.1), torch.cat([torch.eye(4), -torch.eye(4)]).double()
+    for norm in (2.0, math.inf):
+        found = smallest(case, c, norm)
+        for method in ("IBP", "CROWN"):
+            low, _ = graph.compute_bounds(x=bounded_inputs(case, norm, x.dtype), C=c[None], method=method)
+            assert (low <= found + 1e-9).all(), (norm, method, low, found)
+
+
+def test_quotients_by_what_may_be_zero_are_unknown() -> None:
+    """0.3 returns numbers; 0.7.1 raises where it is left alone."""
+
+    class Quotient(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 1.0) / (x * 2.0)
+
+    x = torch.tensor([[0.1, 2.0]], dtype=torch.float64)
+    case, c = Case("quotient", Quotient(), [x], [0], 0.5), torch.eye(2).double()
+    for kind in (StockModule, BoundedModule) if lirpa.is_old() else (BoundedModule,):
+        graph = kind(Flat(Quotient(), 2), x)
+        low, high = graph.compute_bounds(x=bounded_inputs(case, math.inf, x.dtype), C=c[None], method="CROWN")
+        assert not torch.isfinite(low[0, 0]) and not torch.isfinite(high[0, 0])

@@ -41,17 +41,41 @@ class Quotient(nn.Module):
         return torch.matmul(x, self.one) * torch.reciprocal(torch.sqrt(y * y + self.shift))
 
 
-class Inverse(nn.Module):
-    def __init__(self, sign: float = 1.0) -> None:
+class Division(nn.Module):
+    """A quotient of tensors that move, of either sign, and by a root; one that broadcasts; by a constant."""
+
+    def __init__(self, seed: int, kind: str) -> None:
         super().__init__()
-        self.sign = sign
+        self.kind = kind
+        self.register_buffer("one", tensor(seed, 4, 3))
+        self.register_buffer("two", tensor(seed + 1, 4, 3))
+        self.register_buffer("fixed", tensor(seed + 2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.reciprocal(x * self.sign)
+        top, below = torch.matmul(x, self.one), torch.matmul(x, self.two)
+        if self.kind == "constant":
+            return torch.relu(top) / self.fixed
+        if self.kind == "root":
+            return top / torch.sqrt(below * below + 1.0)
+        if self.kind == "broadcast":
+            return top / (torch.exp(below).sum(-1, keepdim=True))
+        if self.kind == "numerator":
+            return self.fixed / (torch.exp(below) + 1.0)
+        return top / (torch.sigmoid(below) * -1.0 - 1.0)
+
+
+class Inverse(nn.Module):
+    def __init__(self, sign: float = 1.0, divide: bool = False) -> None:
+        super().__init__()
+        self.sign, self.divide = sign, divide
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.sign
+        return (x + 1.0) / x if self.divide else torch.reciprocal(x)
 
 
 class TestAlone(BoundContract):
-    methods = ("IBP", "CROWN", "alpha-crown", "forward", "sensitivity")
+    methods = ("IBP", "CROWN", "forward", "sensitivity")
 
     @staticmethod
     def cases() -> list[Case]:
@@ -65,16 +89,29 @@ class TestAlone(BoundContract):
 
 
 class TestQuotients(BoundContract):
-    methods = ("IBP", "CROWN", "alpha-crown", "sensitivity")
+    methods = ("IBP", "CROWN", "sensitivity")
 
     @staticmethod
     def cases() -> list[Case]:
-        return [Case("quotient", Quotient(8), [tensor(5, 1, 4)], [0], 0.1)]
+        kinds = ("negative", "root", "broadcast", "constant", "numerator")
+        return [
+            *(Case(kind, Division(20, kind), [tensor(5, 1, 2, 4)], [0], 0.1) for kind in kinds),
+            Case("by multiplication", Quotient(8), [tensor(5, 1, 4)], [0], 0.1),
+        ]
 
 
+class TestDescent(BoundContract):
+    methods = ("alpha-crown",)
+
+    @staticmethod
+    def cases() -> list[Case]:
+        return [*TestAlone.cases()[:3:2], TestQuotients.cases()[0]]
+
+
+@pytest.mark.parametrize("divide", [False, True])
 @pytest.mark.parametrize("method", ["IBP", "CROWN", "alpha-crown", "forward", "sensitivity"])
-def test_division_by_what_may_be_zero_is_unknown(method: str) -> None:
-    case = Case("inverse", Inverse(), [torch.tensor([[1.0, 0.1]])], [0], 0.5)
+def test_division_by_what_may_be_zero_is_unknown(method: str, divide: bool) -> None:
+    case = Case("inverse", Inverse(divide=divide), [torch.tensor([[1.0, 0.1]])], [0], 0.5)
     low, high = bounds(case, torch.eye(2).double(), math.inf, method)
     assert not torch.isfinite(low[0, 1]) and not torch.isfinite(high[0, 1])
 
@@ -86,7 +123,7 @@ MASKS = [-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4]
 def test_masked_keys_are_left_out(method: str) -> None:
     """However a mask is written the bounds are those of the keys that it leaves, in both precisions."""
     found = []
-    for value in MASKS:
+    for value in MASKS[:1] if method == "alpha-crown" else MASKS:
         m = torch.zeros(3, 3, dtype=torch.float64)
         m[0, 1:] = m[1, 2] = value
         case = Case("mask", SelfAttention(4, 2, 35, mask=m), [tensor(45, 1, 3, 4)], [0], 0.1)
