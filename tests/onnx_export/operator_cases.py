@@ -218,8 +218,8 @@ def _linear() -> list[Case]:
         Case("FusedMatMul", [("FusedMatMul", "x x", {"transB": 1, "alpha": 0.5, "domain": MS})]),
         Case("FusedMatMul constant", one("FusedMatMul", "x c", transB=1, alpha=2.0, domain=MS),
              w={"c": f(1, 5, 4)}, linear=True),
-        Case("FusedGemm", one("FusedGemm", "x w c", activation="Tanh", transB=1, alpha=0.5, domain=MS), x=(4,),
-             w={"w": f(1, 3, 4), "c": f(2, 3)}),
+        Case("FusedGemm", one("FusedGemm", "x w c", activation="Tanh", transB=1, alpha=0.5, domain=MS),
+             x=(4,), w={"w": f(1, 3, 4), "c": f(2, 3)}),
     ]  # fmt: skip
     for equation, x, w in (
         ("bnd,de->bne", (3, 4), f(1, 4, 5)),
