@@ -35,6 +35,7 @@ class Entry:
         is_cut: whether `proto` is not the whole file.
         ids: the integer input in front of the embedding, "" if there is none; its shape at batch 1.
         notes: what was chosen, in words.
+        guess: which of `rebatch.GUESSES` says where shapes have a fixed batch.
     """
 
     proto: ModelProto
@@ -48,6 +49,7 @@ class Entry:
     ids: str = ""
     ids_shape: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
+    guess: int = 0
 
     def feeds_at(self, batch: int) -> dict[str, np.ndarray]:
         """The fixed inputs for a batch of this size."""

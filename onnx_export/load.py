@@ -25,6 +25,7 @@ from .lowering import lower
 from .oracle import check as check_module
 from .oracle import onnx_session
 from .patterns import fuse_patterns
+from .rebatch import GUESSES
 from .structure import Structure, structure
 from .units import Attention
 
@@ -115,10 +116,10 @@ def _digest(path: str | Path) -> str:
 
 
 def _prepare(
-    path: str | Path, dtype: torch.dtype, attention: str, logits: bool, **choices: Any
+    path: str | Path, dtype: torch.dtype, attention: str, logits: bool, guess: int, **choices: Any
 ) -> tuple[OnnxModule, Entry]:
     with _analysing(path):
-        return _analysed(path, dtype, attention, logits, **choices)
+        return _analysed(path, dtype, attention, logits, guess, **choices)
 
 
 @contextlib.contextmanager
@@ -142,9 +143,10 @@ def _analysing(path: str | Path) -> Iterator[None]:
 
 
 def _analysed(
-    path: str | Path, dtype: torch.dtype, attention: str, logits: bool, **choices: Any
+    path: str | Path, dtype: torch.dtype, attention: str, logits: bool, guess: int, **choices: Any
 ) -> tuple[OnnxModule, Entry]:
     entry = enter(simplify.read(path), path, **choices)
+    entry.guess = guess
     graph = entry.proto.graph
     in_dims = {v.name: _named_dims(v) for v in free_inputs(graph) if v.name not in entry.feeds}
     out_dims = {v.name: _named_dims(v) for v in graph.output}
@@ -206,8 +208,8 @@ def inspect(
     Raises:
         InputError: the file cannot be read.
     """
-    choices = {"shape": shape, "fix": fix, "input_node": input_node}
-    return _prepare(path, torch.float32, "operators", logits, **choices)[0].info
+    choices: dict[str, Any] = {"shape": shape, "fix": fix, "input_node": input_node}
+    return _prepare(path, torch.float32, "operators", logits, 0, **choices)[0].info
 
 
 def load(
@@ -250,11 +252,33 @@ def load(
     """
     if attention not in ("operators", "decomposed"):
         raise InputError(f"attention must be 'operators' or 'decomposed', not {attention!r}")
-    choices = {"shape": shape, "fix": fix, "input_node": input_node}
-    module, entry = _prepare(path, dtype, attention, logits, **choices)
-    if module.info.unsupported:
-        lines = "; ".join(f"{u.op} at {u.node}: {u.why}" for u in module.info.unsupported)
-        raise UnsupportedModelError(f"{path}: {len(module.info.unsupported)} unsupported nodes: {lines}")
-    if check:
+    choices: dict[str, Any] = {"shape": shape, "fix": fix, "input_node": input_node}
+    options: dict[str, Any] = {"dtype": dtype, "attention": attention, "logits": logits, "check": check}
+    try:
+        return _loaded(path, 0, choices, **options)
+    except InputError as e:
+        fixed = enter(simplify.read(path), path, **choices).batch > 1
+        for guess in range(1, len(GUESSES) if fixed else 1):
+            with contextlib.suppress(InputError):
+                return _loaded(path, guess, choices, **options)
+        raise e
+
+
+def _loaded(
+    path: str | Path,
+    guess: int,
+    choices: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    logits: bool,
+    check: bool,
+) -> OnnxModule:
+    """`load` with one guess at what the shapes of a fixed batch mean."""
+    module, entry = _prepare(path, dtype, attention, logits, guess, **choices)
+    if nodes := module.info.unsupported:
+        lines = "; ".join(f"{u.op} at {u.node}: {u.why}" for u in nodes)
+        raise UnsupportedModelError(f"{path}: {len(nodes)} unsupported nodes: {lines}")
+    if check or entry.batch > 1:  # else a wrong guess would pass
         check_module(path, module, entry, dtype, **choices)
     return module

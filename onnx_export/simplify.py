@@ -88,7 +88,7 @@ def specialise(entry: Entry, path: str | Path) -> ir.Model:
             value.shape = ir.Shape(list(array.shape))
             graph.initializers[str(value.name)] = value
     if entry.batch != 1:
-        rebatch(model, entry.batch)
+        rebatch(model, entry.batch, entry.guess)
     for node in graph.all_nodes():  # shapes recorded for another batch would contradict ours
         for out in node.outputs:
             out.shape = None

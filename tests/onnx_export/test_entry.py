@@ -96,6 +96,22 @@ def test_a_fixed_batch(tmp_path: Path) -> None:
     assert torch.allclose(load(fixed_batch(tmp_path, [-1, 2, 6]))(x), module(x))
 
 
+def test_a_fixed_batch_with_the_sequence_first(tmp_path: Path) -> None:
+    """The batch of 4 is the second axis, then part of the last: no rule on shapes finds both at once."""
+    nodes = [
+        node("Reshape", ["x", "s"], ["r"]),
+        node("Transpose", ["r"], ["t"], perm=[1, 0, 2]),
+        node("Reshape", ["t", "u"], ["flat"]),
+        node("Reshape", ["flat", "v"], ["back"]),
+        node("ReduceMax", ["back"], ["y"], axes=[0], keepdims=0),
+    ]
+    weights = {"s": np.array([4, 8, 3]), "u": np.array([8, 12]), "v": np.array([8, 4, 3])}
+    path = save(graph(nodes, [("x", [4, 24])], [("y", None)], weights), tmp_path / "m.onnx")
+    module = load(path, check=False)
+    x = torch.randn(5, 24)
+    assert torch.allclose(module(x).reshape(5, 3), x.reshape(5, 8, 3).amax(1))
+
+
 def test_a_fixed_batch_that_is_mixed_is_refused(tmp_path: Path) -> None:
     """The samples are reshaped into one another; at batch 1 they would not be."""
     nodes = [node("Transpose", ["x"], ["t"], perm=[1, 0]), node("Reshape", ["t", "s"], ["y"])]
