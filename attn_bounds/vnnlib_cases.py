@@ -18,6 +18,7 @@ import torch
 
 from .errors import InputError
 from .properties import InputSet, Specification
+from .vnnlib_sides import Sides, root_up
 
 MAX_BRANCHES = 20_000  # branches of the disjunctive normal form of one VNN-LIB file
 STRICT = 1e-6  # part of the radius that counterexamples stay away from the boundary of an open l2 ball
@@ -200,7 +201,7 @@ class Constraints:
         Returns:
             The cases, and where there is none a warning that says why.
         """
-        base = _Sides.of(self.shared, inputs)
+        base = Sides.of(self.shared, inputs)
         sets: dict[tuple[bytes, ...], InputSet] = {}
         found: dict[tuple[bytes, ...], list[list[Row]]] = {}
         empty = ""
@@ -245,7 +246,7 @@ class Constraints:
             self.fail(balls[1].at, "two l2 balls restrict the inputs at once; one ball or boxes can be read")
         return balls[0] if balls else None
 
-    def _set(self, sides: _Sides, ball: Ball | None, shape: tuple[int, ...]) -> InputSet | str:
+    def _set(self, sides: Sides, ball: Ball | None, shape: tuple[int, ...]) -> InputSet | str:
         """The set between the sides and in the ball; or why it is empty."""
         crossed = sides.lower > sides.upper
         crossed |= (sides.lower == sides.upper) & (sides.open_lower | sides.open_upper)
@@ -260,6 +261,8 @@ class Constraints:
             return box if inner is None else replace(box, inner=InputSet.box(*inner))
         if ball.square < 0 or (ball.strict and ball.square == 0):
             return f"the square of a radius is {to_float(ball.square):g}"
+        if not math.isfinite(to_float(ball.square)):
+            self.fail(ball.at, "the radius of the l2 ball is not a finite float64")
         center, moved = lower.clone().flatten(), Fraction(0)
         for i, exact in ball.center.items():
             center[i] = to_float(exact)
@@ -279,9 +282,9 @@ class Constraints:
         if outside.any():
             i = int(outside.nonzero()[0, 0])
             self.fail(ball.at, f"the centre of the l2 ball lies outside the bounds of {self.shown(f'X_{i}')}")
-        eps = _root_up(ball.square)
+        eps = root_up(ball.square)
         if moved:  # the centre was rounded
-            eps = math.nextafter(eps + _root_up(moved), math.inf)
+            eps = math.nextafter(eps + root_up(moved), math.inf)
         center = center.reshape(lower.shape)
         if bool((lower.isfinite() | upper.isfinite()).any()):
             whole = InputSet(center, 2.0, eps, lower, upper)
@@ -294,68 +297,6 @@ class Constraints:
         low, high = inner or (whole.lower, whole.upper)
         inside = InputSet(center, 2.0, eps * (1 - STRICT) if ball.strict else eps, low, high)
         return replace(whole, inner=inside)
-
-
-class _Sides(NamedTuple):
-    """Bounds of all inputs as arrays, infinite where there is none; and which of them are strict."""
-
-    lower: np.ndarray
-    upper: np.ndarray
-    open_lower: np.ndarray
-    open_upper: np.ndarray
-
-    @classmethod
-    def of(cls, branch: Branch, inputs: int) -> _Sides:
-        nothing = np.zeros(inputs, dtype=bool)
-        free = np.full(inputs, math.inf)
-        return cls(-free, free, nothing, nothing).cut(branch)
-
-    def cut(self, branch: Branch) -> _Sides:
-        """These bounds and those of the branch."""
-        lower, upper, open_lower, open_upper = self
-        if branch.lower:
-            at, values = list(branch.lower), list(branch.lower.values())
-            lower, open_lower = lower.copy(), open_lower.copy()
-            open_lower[at] &= lower[at] >= values  # a tighter bound decides
-            lower[at] = np.maximum(lower[at], values)
-        if branch.upper:
-            at, values = list(branch.upper), list(branch.upper.values())
-            upper, open_upper = upper.copy(), open_upper.copy()
-            open_upper[at] &= upper[at] <= values
-            upper[at] = np.minimum(upper[at], values)
-        for (i, is_upper), value in branch.open.items():  # their sides were copied above
-            side, strict = (upper, open_upper) if is_upper else (lower, open_lower)
-            strict[i] |= side[i] == value
-        return _Sides(lower, upper, open_lower, open_upper)
-
-    def tensors(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        low, high = (torch.from_numpy(side.copy()).reshape(1, *shape) for side in (self.lower, self.upper))
-        return low, high
-
-    def inner(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Bounds that exclude the strict ones by one float32; None if no bound is strict."""
-        if not (self.open_lower.any() or self.open_upper.any()):
-            return None
-        low, high = self.lower.copy(), self.upper.copy()
-        for side, strict, away, step in (
-            (low, self.open_lower, np.less_equal, math.inf),
-            (high, self.open_upper, np.greater_equal, -math.inf),
-        ):
-            single = side.astype(np.float32)
-            at_bound = strict & away(single.astype(np.float64), side)
-            single[at_bound] = np.nextafter(single[at_bound], np.float32(step))
-            side[strict] = single[strict]
-        nothing_between = low > high
-        low[nothing_between] = high[nothing_between] = (self.lower + self.upper)[nothing_between] / 2
-        return _Sides(low, high, self.open_lower, self.open_upper).tensors(shape)
-
-
-def _root_up(value: Fraction) -> float:
-    """A float64 not below the square root, by a unit in the last place or two."""
-    root = math.sqrt(to_float(value))
-    while Fraction(root) ** 2 < value:
-        root = math.nextafter(root, math.inf)
-    return root
 
 
 def _specification(shared: list[Row], branches: list[list[Row]], outputs: int) -> Specification:

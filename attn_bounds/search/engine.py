@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..properties import InputSet, Property, Specification
 from ..results import Certificate, versions, worse
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 BOXES = 4096  # parts of the input set that are bounded where there is no time limit
 SHARE = 0.5  # of the time left that the bounds of the whole set may take where it can be cut into parts
 FEW = 6  # entries that move, up to which parts of the set are worth more than tight bounds of the whole
+LAST = (40, 100)  # restarts and steps of the attacks on what the bounds leave undecided
+ROUNDS = 3  # of these attacks
 SPLIT_METHODS = ("ibp", "sensitivity", "crown")  # of bounds on parts, cheap to tight
 
 Report = Callable[[Certificate], None]
@@ -44,7 +47,7 @@ def prove(
     """Verify a property: all its cases, or a counterexample in one of them.
 
     The attack goes first, on every case; then each case gets bounds, from cheap to tight with method
-    "auto"; what is left undecided is cut into parts, while there is time.
+    "auto"; what is left undecided is cut into parts, while there is time, and attacked with more effort.
 
     Arguments:
         method, attack, restarts, steps, seed: as in `Verifier.certify_set`.
@@ -59,26 +62,21 @@ def prove(
         return _vacuous(verifier, prop, method)
     options: dict[str, Any] = {"method": method, "restarts": restarts, "steps": steps, "seed": seed}
     tried: list[dict[str, Any]] = []
-    if attack and len(prop.cases) > 1:  # a counterexample in any case decides, so look there first
-        begin = time.perf_counter()
+    wanted = attack
+
+    def attacked(restarts: int, steps: int, seed: int) -> Tensor | None:
+        """A counterexample in any case; notes what it took."""
+        begin, x = time.perf_counter(), None
         for inputs, spec in prop.cases:
-            if time.perf_counter() >= deadline:
-                break
-            x = verifier.falsify(inputs, spec, restarts=restarts, steps=steps, seed=seed)
-            if x is not None:
-                blank = verifier.blank(inputs, method, {**options, "attack": True})
-                seconds = time.perf_counter() - begin
-                tried = [{"method": "attack", "margin": None, "seconds": seconds}]
-                return replace(
-                    blank,
-                    status="falsified",
-                    counterexample=x,
-                    method="attack",
-                    reason="",
-                    tried=tried,
-                    seconds=seconds,
-                )
-        tried = [{"method": "attack", "margin": None, "seconds": time.perf_counter() - begin}]
+            if x is None and time.perf_counter() < deadline:
+                x = verifier.falsify(inputs, spec, restarts=restarts, steps=steps, seed=seed)
+        tried.append({"method": "attack", "margin": None, "seconds": time.perf_counter() - begin})
+        return x
+
+    if attack and len(prop.cases) > 1:  # a counterexample in any case decides, so look there first
+        if (x := attacked(restarts, steps, seed)) is not None:
+            blank = verifier.blank(prop.cases[0][0], method, {**options, "attack": True})
+            return _found(blank, x, tried)
         attack = False
 
     def case(inputs: InputSet, spec: Specification, told: Report) -> Certificate:
@@ -108,7 +106,33 @@ def prove(
             if others is not None:
                 others.close()
 
-    return together(prop.cases, case, report, tried)
+    result = together(prop.cases, case, report, tried)
+    tried = []
+    for number in range(1, 1 + ROUNDS if wanted and method == "auto" else 0):
+        first = next(t["seconds"] for t in result.tried if t["method"] == "attack")
+        effort = LAST[0] * LAST[1] / (restarts * max(steps, 1))
+        if result.status != "unknown" or effort * first > deadline - time.perf_counter():
+            break
+        if (x := attacked(*LAST, seed + number)) is not None:
+            return _found(result, x, tried)
+    return replace(result, tried=[*result.tried, *tried], seconds=result.seconds + _total(tried))
+
+
+def _total(tried: Iterable[dict[str, Any]]) -> float:
+    return float(sum(t["seconds"] for t in tried))
+
+
+def _found(result: Certificate, x: Tensor, tried: list[dict[str, Any]]) -> Certificate:
+    """The result with a counterexample that the last of `tried` found."""
+    return replace(
+        result,
+        status="falsified",
+        counterexample=x,
+        method="attack",
+        reason="",
+        tried=[*result.tried, *tried],
+        seconds=result.seconds + _total(tried),
+    )
 
 
 def _vacuous(verifier: Verifier, prop: Property, method: str) -> Certificate:
@@ -161,9 +185,7 @@ def together(
             break
     assert worst is not None
     if tried:
-        worst = replace(
-            worst, tried=[*tried, *worst.tried], seconds=worst.seconds + sum(t["seconds"] for t in tried)
-        )
+        worst = replace(worst, tried=[*tried, *worst.tried], seconds=worst.seconds + _total(tried))
     return worst
 
 

@@ -73,6 +73,20 @@ def test_every_case_is_attacked_before_any_is_bounded(tmp_path: Path) -> None:
     assert c.status == "unknown" and c.margin == pytest.approx(-1, abs=1e-3)
 
 
+def test_what_is_left_is_attacked_once_more(tmp_path: Path) -> None:
+    """An attack that looks at the centre only finds nothing; the one at the end does."""
+    verifier = Verifier(relu_model(tmp_path / "m.onnx"), logits=False)
+    inputs = InputSet.ball(torch.full((1, 4), 0.3), math.inf, 2.0)
+    with torch.no_grad():
+        lowest = float(verifier.module(inputs.sample(20000, torch.Generator().manual_seed(0)))[:, 0].min())
+    prop = Property("p", ((inputs, below([[1, 0, 0]], [lowest], ((0,),))),))
+    weak: dict[str, Any] = {"restarts": 1, "steps": 0, "split": False}
+    c = verifier.certify_property(prop, **weak)
+    assert c.status == "falsified" and [t["method"] for t in c.tried].count("attack") >= 2
+    for options in ({"attack": False}, {"method": "crown"}, {"time_limit": 0.0}):
+        assert verifier.certify_property(prop, **weak, **options).status == "unknown"
+
+
 def test_a_property_without_inputs_holds(tmp_path: Path) -> None:
     c = identity(tmp_path).certify_property(Property("p", (), warning="no input at all"))
     assert c.verified and c.reason == "no input at all"
