@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,7 +173,3 @@ def replace(old: ir.Value, new: ir.Value) -> None:
     if new.producer() is not None and new.producer() is not old.producer():
         old.name = f"{name}/replaced"
         new.name = name
-
-
-def count(shape: Sequence[int]) -> int:
-    return math.prod(shape)

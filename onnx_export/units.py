@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from attn_bounds.sensitivity.softmax import FULLY_MASKED
 from . import views
 from .algebra import scalar
 from .distances import unscaled
-from .graph import Builder, count, passes, replace, sizes
+from .graph import Builder, passes, replace, sizes
 from .ops import DOMAIN
 from .views import Step
 
@@ -88,7 +89,7 @@ class _Plan:
     def unit(self) -> tuple[int, ...]:
         """Leading axes that the operators take: the batch, of size 1 here, and one axis for the heads."""
         plain = len(self.lead) in (1, 2) and self.lead[0] == 1
-        return self.lead if plain else (1, count(self.lead))
+        return self.lead if plain else (1, math.prod(self.lead))
 
 
 def _plan(query: ir.Value, key: ir.Value, scores: Scores, average: Average) -> _Plan:
@@ -179,7 +180,7 @@ def emit(graph: ir.Graph, softmax: ir.Node, scores: Scores, average: Average) ->
         raise NoUnit("its mask excludes every key of some query")
     if scores.kind != "dot" and (f.of_queries is not None or f.of_keys is not None):
         raise NoUnit("its distances are scaled row by row")
-    repeated = max(_repeated(key), count(plan.lead) // count((sizes(key) or ())[:-2]))
+    repeated = max(_repeated(key), math.prod(plan.lead) // math.prod((sizes(key) or ())[:-2]))
     q, k, v = _operands(builder, plan, scores, average, query, key, f)
     inputs = [q, k] if f.mask is None else [q, k, _mask(builder, plan, f.mask)]
     kind = "AttentionScores" if scores.kind == "dot" else "L2Scores"
@@ -199,7 +200,7 @@ def emit(graph: ir.Graph, softmax: ir.Node, scores: Scores, average: Average) ->
         other = views.apply(builder, scores.steps, builder.swapped(other) if plan.swapped else other)
         builder.insert_before(average.node)
         ir.convenience.replace_all_uses_with(weights, other, replace_graph_outputs=True)
-    heads = count(plan.lead)
+    heads = math.prod(plan.lead)
     return Attention(
         name=scores.name,
         heads=heads,
@@ -292,10 +293,10 @@ def _repeated(value: ir.Value) -> int:
         before, after = sizes(node.inputs[0]), sizes(value)
         if before is None or after is None:
             return 1
-        if node.op_type in ("Expand", "Tile") and count(after) > count(before):
-            return count(after) // count(before)
-        if node.op_type == "Gather" and count(after) > count(before):
-            return count(after) // count(before)
+        if node.op_type in ("Expand", "Tile") and math.prod(after) > math.prod(before):
+            return math.prod(after) // math.prod(before)
+        if node.op_type == "Gather" and math.prod(after) > math.prod(before):
+            return math.prod(after) // math.prod(before)
         if node.op_type not in (*views.RESHAPES, "Transpose", "Expand", "Tile") and not passes(node):
             return 1
         value = node.inputs[0]

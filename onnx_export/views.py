@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from .graph import Builder, count, permutation, sizes
+from .graph import Builder, permutation, sizes
 
 RESHAPES = ("Reshape", "Unsqueeze", "Squeeze", "Flatten")
 
@@ -98,7 +99,7 @@ def apply(builder: Builder, steps: Sequence[Step], value: ir.Value, kept: int = 
     """Emit the steps on a value; its last `kept` axes stay as they are."""
     for step in steps:
         shape = sizes(value)
-        assert shape is not None and count(shape[: len(shape) - kept]) == count(step.before)
+        assert shape is not None and math.prod(shape[: len(shape) - kept]) == math.prod(step.before)
         tail = shape[len(shape) - kept :]
         if step.perm is None:
             value = builder.reshape(value, (*step.after, *tail))
