@@ -400,7 +400,7 @@ def test_quadratic_constraints_are_l2_balls(
         (BOX + "(assert (<= (+ (* X[0] X[0]) (* 2.0 X[1] X[1])) 0.5))", 4, "different coefficients"),
         (BOX + "(assert (<= (+ (* X[0] X[0]) X[1]) 0.5))", 4, r"X\[1\] outside the squares"),
         (BOX + "(assert (<= (* X[0] X[0] X[0]) 0.5))", 4, "product of three"),
-        (f"(assert (<= (* X[0] X[0]) 1{'0' * 310}.0))\n(assert (<= Y[0] 0.0))", 3, "is not a finite float64"),
+        (f"(assert (<= X[0] 1{'0' * 310}.0))", None, "beyond the range of float64"),
         (
             f"(assert (<= (+ (* X[0] X[0]) (* X[1] X[1])) (* 1{'0' * 200}.0 1{'0' * 200}.0)))\n"
             "(assert (<= Y[0] 0.0))",
