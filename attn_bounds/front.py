@@ -13,17 +13,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from . import __version__
 from .errors import InputError, UnsupportedModelError
 from .vnnlib_tree import is_version_2, read_text
-
-if TYPE_CHECKING:
-    from .intervals.solve import Outcome
 
 NAME = "attn-bounds"
 RESERVE = (0.04, 0.25)  # part of the time limit, and seconds, that are kept for the end of the process
@@ -35,7 +33,11 @@ Assignment = tuple[str, str, Any]  # name, declared type, array
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 0 for a verdict, 2 for what cannot be read, 1 for an own error."""
+    """The command; returns the exit code: 0 for a verdict, 2 for what cannot be read.
+
+    The time limit counts from the start of the process if arguments are those of the process (None)."""
+    spent = time.time() - psutil.Process().create_time() if arguments is None else 0.0
+    started = time.monotonic() - max(0.0, spent)
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.name:
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "supports":
             print("\n".join(capability(options.capability)))
             return 0
-        return verify(options)
+        return verify(options, _Clock(options.timeout, started))
     except InputError as error:
         print(f"attn-bounds-vnnlib: {error}", file=sys.stderr)
         return 2
@@ -119,76 +121,90 @@ def capability(name: str) -> list[str]:
 
 
 class _Clock:
-    """Seconds since the process started, and until it must end."""
+    """Seconds until the process must end."""
 
-    def __init__(self, timeout: float | None) -> None:
+    def __init__(self, timeout: float | None, started: float) -> None:
         if timeout is not None and not 0 < timeout < math.inf:
             raise InputError(f"timeout is {timeout}; it must be a finite number of seconds > 0")
-        spent = max(0.0, time.time() - psutil.Process().create_time())
-        self.start = time.monotonic() - min(spent, 60.0)
         self.end = math.inf
         if timeout is not None:
-            self.end = self.start + timeout - RESERVE[0] * timeout - RESERVE[1]
+            self.end = started + timeout - RESERVE[0] * timeout - RESERVE[1]
 
     @property
     def left(self) -> float:
         return max(0.0, self.end - time.monotonic())
 
 
-def verify(options: argparse.Namespace) -> int:
-    clock = _Clock(options.timeout)
+def verify(options: argparse.Namespace, clock: _Clock) -> int:
+    """The verdict on one query; returns the exit code."""
     files = _networks(options.network)
     text = read_text(options.query)
-    status, reason, assignments = "unknown", "", None
-    other = len(files) == 1  # whether the other engine may know the query
+    found = _Found(other=len(files) == 1)
     if is_version_2(text):
         try:
             with _ended_at(clock.end):
-                outcome = intervals(options.query, text, files, clock, other)
-            status, reason = outcome.status, outcome.reason
-            if outcome.witness is not None:
-                w = outcome.witness
-                assignments = [(v.name, v.type, a) for v, a in zip(w.variables, w.values, strict=True)]
+                intervals(options.query, text, files, clock, found)
         except UnsupportedModelError as error:
-            if not other:
+            if not found.other:
                 raise
-            reason = str(error)
+            found.reason = str(error)
         except TimeoutError:
-            status = "timeout"
-    elif not other:
-        raise InputError(
-            f"{options.query}: a file of version 1.0 has one network; give --network N=FILE once"
-        )
-    if status in ("unknown", "timeout") and other and clock.left > OTHER:
-        _note(f"{reason}; the other engine follows, which bounds real arithmetic")
-        status, reason, assignments = engine(options.query, next(iter(files.values())), clock.left)
-    _note(reason)
-    print({"timeout": "timed-out"}.get(status, status), flush=True)
-    if status == "sat" and assignments is not None:
+            found.status = "timeout"
+    elif not found.other:
+        raise InputError(f"{options.query}: version 1.0 knows one network; give --network N=FILE once")
+    if found.status in ("unknown", "timeout") and found.other and clock.left > OTHER:
+        _note(f"{found.reason}; the other engine follows, which bounds real arithmetic".lstrip("; "))
+        try:
+            engine(options.query, next(iter(files.values())), clock.left, found)
+        except InputError as error:
+            if not found.read:
+                raise
+            found.reason = str(error)
+    _note(found.reason)
+    print({"timeout": "timed-out"}.get(found.status, found.status), flush=True)
+    if found.assignments is not None:
         if options.serialise_assignments is not None:
-            _serialise(options.serialise_assignments, assignments)
+            _serialise(options.serialise_assignments, found.assignments)
         else:
-            print("\n".join(_lines(assignments)), flush=True)
+            print("\n".join(_lines(found.assignments)), flush=True)
     return 0
 
 
-def intervals(query: Path, text: str, files: dict[str, Path], clock: _Clock, other: bool) -> Outcome:
+@dataclass
+class _Found:
+    """What is known so far; other: whether the other engine may know more; read: intervals were for it."""
+
+    other: bool
+    read: bool = False
+    status: str = "unknown"
+    reason: str = ""
+    assignments: list[Assignment] | None = None
+
+
+def intervals(query: Path, text: str, files: dict[str, Path], clock: _Clock, found: _Found) -> None:
     """What intervals say; raises UnsupportedModelError for what they are not made for."""
     from .intervals.query import Query
     from .intervals.solve import MAX_MOVING, Solver
 
-    solver = Solver(Query(query, text, files))
+    known = Query(query, text, files)
+    found.other = found.other and known.simple
+    solver = Solver(known)
     now = time.monotonic()
     solver.deadline = clock.end
-    if other and clock.left > 2 * OTHER:
+    if found.other and clock.left > 2 * OTHER:
         solver.deadline = now + SHARE * min(clock.left, 600.0)
         if len(solver.moving) > MAX_MOVING:
             solver.deadline = min(solver.deadline, now + MANY)
-    return solver.run()
+    outcome = solver.run()
+    found.read = True
+    found.status, found.reason = outcome.status, outcome.reason
+    if outcome.witness is not None:
+        w = outcome.witness
+        found.assignments = [(v.name, v.type, a) for v, a in zip(w.variables, w.values, strict=True)]
 
 
-def engine(query: Path, model: Path, seconds: float) -> tuple[str, str, list[Assignment] | None]:
-    """Status, reason and assignments of the engine behind `attn-bounds verify`; real arithmetic."""
+def engine(query: Path, model: Path, seconds: float, found: _Found) -> None:
+    """What the engine behind `attn-bounds verify` says; it bounds real arithmetic."""
     import numpy as np
 
     from .search.watch import verify as search
@@ -196,18 +212,18 @@ def engine(query: Path, model: Path, seconds: float) -> tuple[str, str, list[Ass
     answer = search(model, query, timeout=seconds if seconds < math.inf else None)
     if answer.status == "error":
         raise InputError(answer.reason)
-    assignments = None
-    if answer.witness is not None:
-        w, at = answer.witness, 0
-        values = np.asarray([*w.inputs, *w.outputs])
-        variables = w.variables or (("X", "real", (len(w.inputs),)), ("Y", "real", (len(w.outputs),)))
-        assignments = []
-        for name, kind, shape in variables:
-            size = math.prod(shape)
-            stored = np.float64 if kind == "float64" else np.float32
-            assignments.append((name, kind, values[at : at + size].reshape(shape).astype(stored)))
-            at += size
-    return answer.status, answer.reason, assignments
+    found.status, found.reason = answer.status, answer.reason
+    if answer.witness is None:
+        return
+    w, at = answer.witness, 0
+    values = np.asarray([*w.inputs, *w.outputs])
+    found.assignments = []
+    variables = w.variables or (("X", "real", (len(w.inputs),)), ("Y", "real", (len(w.outputs),)))
+    for name, kind, shape in variables:
+        size = math.prod(shape)
+        stored = np.float64 if kind == "float64" else np.float32
+        found.assignments.append((name, kind, values[at : at + size].reshape(shape).astype(stored)))
+        at += size
 
 
 def _networks(given: Sequence[str]) -> dict[str, Path]:

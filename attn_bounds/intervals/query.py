@@ -94,6 +94,22 @@ class Query:
         self.formula: Formula = All(tuple(self._beside([self._formula(a.expr) for a in tree.assertions])))
         self.inputs.close()
 
+    @property
+    def simple(self) -> bool:
+        """Whether it is about one network's inputs and outputs, each constraint linear and on one side."""
+        return (
+            len(self.uses) == 1
+            and all(v.kind != "hidden" and v.type in ("real", "float32", "float64") for v in self.variables)
+            and self._simple(self.formula)
+        )
+
+    def _simple(self, formula: Formula) -> bool:
+        if not isinstance(formula, Atom):
+            return all(map(self._simple, formula.parts))
+        kinds = [self.variables[number].kind for monomial in formula.exact for number, _ in monomial]
+        linear = all(len(monomial) <= 1 for monomial in formula.exact)
+        return linear and (len(kinds) <= 1 or "input" not in kinds)
+
     # -- declarations -----------------------------------------------------------------------------------
 
     def _declare(self, networks: Sequence[Any], files: Mapping[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ import pytest
 from onnx import numpy_helper
 
 from attn_bounds import front
+from attn_bounds.errors import InputError
+from attn_bounds.intervals.query import Query
 
 from .cli_tools import VNNLIB
 from .small_models import relu_model
@@ -92,6 +95,30 @@ def test_what_intervals_leave_open_goes_to_the_other_engine(
     (tmp_path / "old.vnnlib").write_text(text)
     assert front.main(verify(tmp_path, "old", "--timeout", "60")) == 0
     assert capsys.readouterr().out.splitlines()[0] in ("sat", "unsat")
+
+
+def test_what_the_other_engine_does_not_know_gets_all_of_the_time(folder: Path) -> None:
+    text = QUERY.format(HARD)
+    query = Query("q", text, {"N": folder / "m.onnx"})
+    assert not query.simple  # it has a hidden node
+    text = re.sub(r"\(declare-hidden[^)]*\)", "", text)
+    assert not Query("q", text, {"N": folder / "m.onnx"}).simple  # inputs and outputs in one constraint
+    text = text.replace(HARD, "(or (<= (+ Y[0] Y[1]) 0.0) (and (<= X[0] 1.0) (>= Y[0] Y[1])))")
+    assert Query("q", text, {"N": folder / "m.onnx"}).simple
+
+
+def test_a_verdict_stays_if_the_other_engine_refuses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InputError("not this one")
+
+    text = re.sub(r"\(declare-hidden[^)]*\)", "", QUERY.format("(== (+ (* 3.0 Y[0]) Y[1]) -3.3)"))
+    (folder / "even.vnnlib").write_text(text.replace("float32", "real"))
+    monkeypatch.setattr(front, "engine", refuse)
+    assert front.main(verify(folder, "even", "--timeout", "9")) == 0
+    out, err = capsys.readouterr()
+    assert out in ("unknown\n", "timed-out\n") and "not this one" in err
 
 
 def test_every_capability_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
