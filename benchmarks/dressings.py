@@ -5,8 +5,8 @@ Exporters are called as their users call them, not through `onnx_export.export`,
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -16,12 +16,24 @@ from torch import Tensor, nn
 from onnx_export import tracing
 
 EXPORTS = ("torchscript-14", "torchscript-17", "dynamo-18", "dynamo-23")
-OPTIMISED = {  # what an optimiser is given, and which one
+PROCESSED = {  # what is processed, and how
     "torchscript-17+transformers": ("torchscript-17", "transformers"),
     "dynamo-18+transformers": ("dynamo-18", "transformers"),
     "torchscript-17+extended": ("torchscript-17", "extended"),
+    "torchscript-17+int8": ("torchscript-17", "int8"),
+    "torchscript-17+float16": ("torchscript-17", "float16"),
 }
-DRESSINGS = (*EXPORTS, *OPTIMISED)
+DRESSINGS = (*EXPORTS, *PROCESSED)
+WORDS = {
+    "torchscript-14": "`torch.onnx.export(dynamo=False)`, opset 14: LayerNorm in small operators",
+    "torchscript-17": "the same, opset 17",
+    "dynamo-18": "`torch.onnx.export(dynamo=True)`, opset 18",
+    "dynamo-23": "the same, opset 23: attention as the operator Attention",
+    "+transformers": "behind it, `onnxruntime.transformers.optimizer`",
+    "+extended": "behind it, onnxruntime's graph optimiser at level extended",
+    "+int8": "behind it, `onnxruntime.quantization.quantize_dynamic`",
+    "+float16": "behind it, `onnxruntime.transformers.float16`",
+}
 
 
 class NotWritten(Exception):
@@ -35,7 +47,8 @@ def export(model: nn.Module, example: Tensor, path: Path, dressing: str) -> None
         NotWritten: the exporter fails.
     """
     exporter, _, opset = dressing.partition("-")
-    options = {"opset_version": int(opset), "input_names": ["input"], "output_names": ["logits"]}
+    options: dict[str, Any] = {"opset_version": int(opset), "input_names": ["input"]}
+    options["output_names"] = ["logits"]
     if exporter == "torchscript":
         options |= {"dynamo": False, "dynamic_axes": {"input": {0: "batch"}, "logits": {0: "batch"}}}
     else:
@@ -47,11 +60,14 @@ def export(model: nn.Module, example: Tensor, path: Path, dressing: str) -> None
     except Exception as e:
         path.unlink(missing_ok=True)
         raise NotWritten(tracing.reason(e)) from None
-    plain(path)
+    _anonymous(path)
 
 
-def optimise(source: Path, path: Path, how: str, kind: str, heads: int, width: int) -> None:
-    """onnxruntime's optimiser for transformers, or its graph optimiser at level "extended".
+def process(source: Path, path: Path, how: str, kind: str, heads: int, width: int) -> None:
+    """What is done to exported files: `how` is one of those in `PROCESSED`.
+
+    Arguments:
+        kind: of the model, for onnxruntime's transformer optimiser.
 
     Raises:
         NotWritten: it fails.
@@ -59,38 +75,34 @@ def optimise(source: Path, path: Path, how: str, kind: str, heads: int, width: i
     try:
         with tracing.silent():
             if how == "transformers":
-                from onnxruntime.transformers import optimizer
+                from onnxruntime.transformers.optimizer import optimize_model
 
-                found = optimizer.optimize_model(
-                    str(source), model_type=kind, num_heads=heads, hidden_size=width
-                )
+                found = optimize_model(str(source), model_type=kind, num_heads=heads, hidden_size=width)
                 found.save_model_to_file(str(path))
-            else:
+            elif how == "extended":
                 options = onnxruntime.SessionOptions()
                 options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
                 options.optimized_model_filepath = str(path)
-                options.log_severity_level = 4
                 onnxruntime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
+            elif how == "int8":
+                from onnxruntime.quantization import quantize_dynamic
+
+                quantize_dynamic(str(source), str(path))
+            else:
+                from onnxruntime.transformers.float16 import convert_float_to_float16
+
+                onnx.save(convert_float_to_float16(onnx.load(source)), path)
     except Exception as e:
         raise NotWritten(tracing.reason(e)) from None
-    plain(path)
+    _anonymous(path)
 
 
-def plain(path: Path) -> None:
+def _anonymous(path: Path) -> None:
     """Take off what says where and how the file was made: stack traces, paths."""
     model = onnx.load(path)
-    for part in (model, model.graph, *model.graph.node, *model.graph.value_info, *model.graph.input,
-                 *model.graph.output, *model.graph.initializer):  # fmt: skip
+    graph = model.graph
+    parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
+    for part in parts:
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
     onnx.save(model, path)
-
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A file, or why there is none."""
-
-    name: str
-    dressing: str
-    path: Path | None
-    reason: str = ""

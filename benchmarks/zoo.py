@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dressings import DRESSINGS, EXPORTS, PROCESSED
 from torch import Tensor, nn
 from without_torchvision import without_torchvision
 
@@ -23,16 +24,17 @@ class Entry:
     """A model of the zoo.
 
     Attributes:
-        make: (model, example); the example is one input (2, …), of floats or of token numbers.
-        attention: units that should be found.
-        optimiser: model type for onnxruntime's transformer optimiser, "" where it has none.
-        hidden: a value in the file that stands for the input, where that is not of floats.
+        make: (model, example); the example is (2, …), of floats or of token numbers.
+        kept: dressings whose files the tests load.
+        optimiser: model type for onnxruntime's transformer optimiser.
+        dressings: all that are tried.
     """
 
     library: str
     make: Callable[[], tuple[nn.Module, Tensor]]
-    attention: int = LAYERS
+    kept: tuple[str, ...]
     optimiser: str = "bert"
+    dressings: tuple[str, ...] = (*EXPORTS, *(d for d in PROCESSED if not d.endswith(("int8", "float16"))))
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -182,23 +184,34 @@ def _transformers(kind: str, form: str, **options: Any) -> tuple[nn.Module, Tens
     return randomised(FromIds(inner, padded=form == "padded ids")), _ids()
 
 
+TS14, TS17, DYNAMO, OPERATOR = EXPORTS
+FUSED, DYNAMO_FUSED, EXTENDED, INT8, FLOAT16 = PROCESSED
 ZOO: dict[str, Entry] = {
-    "torch-encoder": Entry("torch", lambda: _torch(True, False, "relu")),
-    "torch-encoder-sequence-first": Entry("torch", lambda: _torch(False, True, "gelu")),
-    "timm-vit": Entry("timm", lambda: _timm("vit"), optimiser="vit"),
-    "timm-deit": Entry("timm", lambda: _timm("deit"), optimiser="vit"),
-    "timm-swin": Entry("timm", lambda: _timm("swin"), optimiser="swin"),
-    "vit-pytorch-vit": Entry("vit-pytorch", lambda: _vit_pytorch("ViT"), optimiser="vit"),
-    "vit-pytorch-simple-vit": Entry("vit-pytorch", lambda: _vit_pytorch("SimpleViT"), optimiser="vit"),
-    "bert-ids": Entry("transformers", lambda: _transformers("Bert", "ids")),
-    "bert-padded-ids": Entry("transformers", lambda: _transformers("Bert", "padded ids")),
-    "bert-embeddings": Entry("transformers", lambda: _transformers("Bert", "embeddings")),
-    "bert-eager": Entry(
-        "transformers", lambda: _transformers("Bert", "embeddings", attn_implementation="eager")
+    "torch-encoder": Entry("torch", lambda: _torch(True, False, "relu"), (TS14, DYNAMO)),
+    "torch-encoder-sequence-first": Entry(
+        "torch", lambda: _torch(False, True, "gelu"), (TS17, OPERATOR, FUSED)
     ),
-    "distilbert-ids": Entry("transformers", lambda: _transformers("DistilBert", "ids")),
-    "roberta-embeddings": Entry("transformers", lambda: _transformers("Roberta", "embeddings")),
-    "hf-vit": Entry("transformers", lambda: _transformers("ViT", "pixels"), optimiser="vit"),
-    "hf-deit": Entry("transformers", lambda: _transformers("DeiT", "pixels"), optimiser="vit"),
-    "gpt2": Entry("transformers", lambda: _transformers("GPT2", "embeddings"), optimiser="gpt2"),
+    "timm-vit": Entry("timm", lambda: _timm("vit"), (TS14, OPERATOR, INT8), "vit", DRESSINGS),
+    "timm-deit": Entry("timm", lambda: _timm("deit"), (EXTENDED,), "vit"),
+    "timm-swin": Entry("timm", lambda: _timm("swin"), (TS17, DYNAMO), "swin"),
+    "vit-pytorch-vit": Entry("vit-pytorch", lambda: _vit_pytorch("ViT"), (DYNAMO, FUSED), "vit"),
+    "vit-pytorch-simple-vit": Entry("vit-pytorch", lambda: _vit_pytorch("SimpleViT"), (OPERATOR,), "vit"),
+    "bert-ids": Entry("transformers", lambda: _transformers("Bert", "ids"), (TS14,)),
+    "bert-padded-ids": Entry("transformers", lambda: _transformers("Bert", "padded ids"), (DYNAMO,)),
+    "bert-embeddings": Entry(
+        "transformers",
+        lambda: _transformers("Bert", "embeddings"),
+        (OPERATOR, EXTENDED, FLOAT16),
+        dressings=DRESSINGS,
+    ),
+    "bert-eager": Entry(
+        "transformers", lambda: _transformers("Bert", "embeddings", attn_implementation="eager"), (TS17,)
+    ),
+    "distilbert-ids": Entry("transformers", lambda: _transformers("DistilBert", "ids"), (FUSED,)),
+    "roberta-embeddings": Entry(
+        "transformers", lambda: _transformers("Roberta", "embeddings"), (DYNAMO_FUSED,)
+    ),
+    "hf-vit": Entry("transformers", lambda: _transformers("ViT", "pixels"), (TS14,), "vit"),
+    "hf-deit": Entry("transformers", lambda: _transformers("DeiT", "pixels"), (DYNAMO,), "vit"),
+    "gpt2": Entry("transformers", lambda: _transformers("GPT2", "embeddings"), (OPERATOR, EXTENDED), "gpt2"),
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from attn_bounds.errors import AttnBoundsError, InputError, UnsupportedModelError, first_line
 
 from . import simplify
+from .advice import nearest
 from .attention import fuse_attention
 from .build import Builder, Step, UnsupportedNode, held
 from .entry import Entry, enter
@@ -278,6 +279,8 @@ def _loaded(
     module, entry = _prepare(path, dtype, attention, logits, guess, **choices)
     if nodes := module.info.unsupported:
         lines = "; ".join(f"{u.op} at {u.node}: {u.why}" for u in nodes)
+        advice = dict.fromkeys(nearest(u.op, u.why) for u in nodes)
+        lines += "".join(f"; {text}" for text in advice if text)
         raise UnsupportedModelError(f"{path}: {len(nodes)} unsupported nodes: {lines}")
     if check or entry.batch > 1:  # else a wrong guess would pass
         check_module(path, module, entry, dtype, **choices)
