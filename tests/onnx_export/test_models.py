@@ -69,22 +69,21 @@ def test_loads_as_expected(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIRST.values(), ids=list(FIRST))
 def test_bounds_hold(name: str) -> None:
-    """Three methods on one file of each model, attacked in float64."""
+    """Intervals and another method on one file of each model, in turn, as the norms; attacked in float64."""
     verifier = Verifier(FOLDER / name, dtype=torch.float64)
     g = torch.Generator().manual_seed(1)
     x = torch.randn((1, *verifier.input_shape), generator=g, dtype=torch.float64)
     with torch.no_grad():
-        spec = verifier.specification(int(verifier.module(x).argmax()))
-    norm = (1.0, 2.0, math.inf)[list(FIRST.values()).index(name) % 3]
-    ball = InputSet.ball(x, norm, {1.0: 0.3, 2.0: 0.1, math.inf: 0.01}[norm])
+        logits = verifier.module(x).flatten(1)
+    spec, turn = verifier.specification(int(logits.argmax())), list(FIRST.values()).index(name)
+    norm, method = (1.0, 2.0, math.inf)[turn % 3], ("sensitivity", "crown")[turn % 2]
+    ball = InputSet.ball(x, norm, 0.002 if norm == math.inf else 0.02)
     attack = pgd(verifier.module, ball, spec, restarts=4, steps=20, stop_early=False, dtype=torch.float64)
-    margins = {}
-    for method in ("ibp", "crown", "sensitivity"):
-        margins[method] = float(spec.margin(verifier.row_bounds([ball], [spec], method)[0]))
-        assert margins[method] <= attack.margin + 1e-9, (name, method)
-    # neither method is far off: what the attack takes from the margin is a good part of what the bound takes
-    centre = float(spec.margin(spec.margins(verifier.module(x).detach().flatten(1))))
-    assert centre - margins["sensitivity"] <= 2.0 * (centre - attack.margin) + 0.01, name
+    loose, bound = (float(spec.margin(verifier.row_bounds([ball], [spec], m)[0])) for m in ("ibp", method))
+    assert loose <= attack.margin + 1e-9 and bound <= attack.margin + 1e-9
+    centre = float(spec.margin(spec.margins(logits)))
+    assert math.isfinite(loose) and loose < bound
+    assert centre - bound <= 3.0 * (centre - attack.margin) + 0.01  # nearly linear at this size
 
 
 def test_advice_for_what_is_refused() -> None:
