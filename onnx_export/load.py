@@ -258,7 +258,9 @@ def load(
     try:
         return _loaded(path, 0, choices, **options)
     except InputError as e:
-        fixed = enter(simplify.read(path), path, **choices).batch > 1
+        fixed = False
+        with contextlib.suppress(Exception):  # what is wrong with the file has been said
+            fixed = enter(simplify.read(path), path, **choices).batch > 1
         for guess in range(1, len(GUESSES) if fixed else 1):
             with contextlib.suppress(InputError):
                 return _loaded(path, guess, choices, **options)
