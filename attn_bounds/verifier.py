@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from . import lirpa
 from .attack import attack_radius, pgd
 from .errors import InputError, UnsupportedModelError
+from .flat import FlatOutput
 from .memory import parse_memory
 from .passes import SENSITIVITY_METHODS
 from .pixels import PixelUnits
@@ -124,7 +125,7 @@ class Verifier:
             raise InputError(
                 f"the model returns shape {tuple(out.shape)} for batch 1; (1, outputs) is needed"
             )
-        self.outputs = out[0].numel()
+        self.outputs, self._flat = out[0].numel(), out.ndim == 2
         self._graphs: dict[bool, BoundedModule] = {}
 
     def _wrap(self, module: nn.Module) -> nn.Module:
@@ -198,6 +199,7 @@ class Verifier:
                     **self._choices,
                 )
             wrapped = self.module if module is self._module else self._wrap(module)
+            wrapped = wrapped if self._flat else FlatOutput(wrapped, self.outputs)
             example = torch.zeros((1, *self.input_shape), dtype=self.dtype, device=self.device)
             kind = StockModule if stock else BoundedModule
             graph = kind(wrapped, example, {"attention_relaxation": self.relaxation}, device=self.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_bounds import lirpa
+from attn_bounds.flat import FlatOutput as Flat
 from attn_bounds.module import BoundedModule
 
 NORMS = (1.0, 2.0, math.inf)
@@ -34,17 +35,6 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
-
-
-class Flat(nn.Module):
-    """The module with its output flattened: auto_LiRPA's interval mode wants (batch, outputs) under C."""
-
-    def __init__(self, module: nn.Module, outputs: int) -> None:
-        super().__init__()
-        self.module, self.outputs = module, outputs
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs).reshape(-1, self.outputs)
 
 
 def project(d: Tensor, norm: float, eps: float) -> Tensor:

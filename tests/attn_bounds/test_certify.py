@@ -440,3 +440,29 @@ def test_bad_arguments(vit: Verifier) -> None:
         certify(vit, x[0], y[0], timeout=1.0, **good)
     with pytest.raises(InputError, match="input_shape"):
         Verifier(nn.Linear(3, 2))
+
+
+class Tokens(nn.Module):
+    """A row of outputs for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_outputs_that_are_no_row_are_flattened(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.onnx"
+    torch.onnx.export(Tokens().eval(), (torch.zeros(1, 2, 4),), str(path), dynamo=False, opset_version=17)
+    verifier = Verifier(path)
+    assert verifier.outputs == 6
+    x = torch.linspace(-1, 1, 8).reshape(1, 2, 4)
+    ball, spec = InputSet.ball(x, 2.0, 0.1), verifier.specification(0)
+    best = verifier.certify_set(ball, spec, method="sensitivity", attack=False).margin
+    assert best is not None
+    for method in ("ibp", "crown", "stock-ibp", "stock-crown"):
+        margin = verifier.certify_set(ball, spec, method=method, attack=False).margin
+        assert margin is not None and best - 3.0 < margin <= best + 0.1, method
