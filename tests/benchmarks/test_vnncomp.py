@@ -15,6 +15,9 @@ from types import ModuleType
 
 import pytest
 
+from attn_bounds.search import worker
+from attn_bounds.search.answer import Job
+
 from ..attn_bounds.cli_tools import Files
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "vnncomp"
@@ -53,7 +56,13 @@ def test_a_benchmark_from_instances_to_plot(
     (folder / "other.vnnlib").write_text(holds.read_text() + "(declare-const X_4 Real)")
     lines = ["m.onnx.gz,holds.vnnlib.gz,100", f"m.onnx,{fails.name},100", "m.onnx,other.vnnlib,50"]
     (folder / "instances.csv").write_text("\n".join([*lines, "m.onnx,missing.vnnlib,50"]) + "\n")
-    monkeypatch.setattr(sys, "argv", ["run_benchmark.py", str(folder), "--out", str(out)])
+    scripts = tmp_path / "scripts"  # ours, but that nothing is put in the cache
+    scripts.mkdir()
+    for name, text in (("prepare", 'test -r "$4"'), ("run", f'exec {SCRIPTS}/run_instance.sh "$@"')):
+        (scripts / f"{name}_instance.sh").write_text(f"#!/bin/sh\n{text}\n")
+        (scripts / f"{name}_instance.sh").chmod(0o755)
+    arguments = [str(folder), "--out", str(out), "--scripts", str(scripts)]
+    monkeypatch.setattr(sys, "argv", ["run_benchmark.py", *arguments])
     run_benchmark.main()
     with open(out / "bench.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -68,10 +77,11 @@ def test_a_benchmark_from_instances_to_plot(
 
 def test_a_witness_is_replayed(run_benchmark: ModuleType, tmp_path: Path) -> None:
     files = Files(tmp_path)
-    prop, result = files.vnnlib(5.0), tmp_path / "r"
-    assert call("run_instance.sh", "v1", "any", files.model, prop, result, 60).returncode == 0
-    first, *witness = result.read_text().splitlines()
-    assert first == "sat" and run_benchmark.confirmed(str(files.model), str(prop), witness)
+    prop = files.vnnlib(5.0)
+    answer = worker.verify(Job(str(files.model), str(prop), str(tmp_path)), lambda _: None)
+    assert answer.witness is not None
+    witness = list(answer.witness.lines())
+    assert run_benchmark.confirmed(str(files.model), str(prop), witness)
     assert not run_benchmark.confirmed(str(files.model), str(files.vnnlib(0.01)), witness)
     assert not run_benchmark.confirmed(str(files.model), str(prop), witness[1:])
     by_name = ["X float32 [2]", "1.5", "2", "Y real []", "3"]
@@ -80,12 +90,12 @@ def test_a_witness_is_replayed(run_benchmark: ModuleType, tmp_path: Path) -> Non
 
 def test_networks_by_name(tmp_path: Path) -> None:
     """Newer runners give (name, path) pairs."""
-    files = Files(tmp_path)
-    prop, result = files.vnnlib(0.01), tmp_path / "r"
-    one, two = f"[('N', '{files.model}')]", f"[('N', '{files.model}'), ('M', '{files.model}')]"
-    assert call("run_instance.sh", "v1", "any", one, prop, result, 60).returncode == 0
-    assert result.read_text() == "unsat\n"
-    found = call("run_instance.sh", "v1", "any", two, prop, result, 60)
+    for given, path in (("m.onnx", "m.onnx"), ("[('N', 'a b.onnx')]", "a b.onnx")):
+        command = ["bash", "-c", f'. {SCRIPTS}/environment.sh; network "$1"', "bash", given]
+        assert subprocess.run(command, capture_output=True, text=True).stdout == f"{path}\n"
+    result = tmp_path / "r"
+    two = "[('N', 'm.onnx'), ('M', 'm.onnx')]"
+    found = call("run_instance.sh", "v1", "any", two, "p.vnnlib", result, 60)
     assert found.returncode == 0 and result.read_text() == "unknown\n" and "2 networks" in found.stderr
 
 
@@ -108,7 +118,7 @@ def test_bad_calls(tmp_path: Path) -> None:
 def test_the_shared_vits_as_the_runner_calls_them(vnncomp_vit: Path, tmp_path: Path) -> None:
     """One that is proved at once, and one that is stopped at the limit."""
     result = tmp_path / "r"
-    for name, limit, verdict in (("pgd_2_3_16_4021", 100, "unsat"), ("ibp_3_3_8_453", 4, "timeout")):
+    for name, limit, verdict in (("pgd_2_3_16_4021", 100, "unsat"), ("ibp_3_3_8_453", 3, "timeout")):
         model = vnncomp_vit / f"{name.rsplit('_', 1)[0]}.onnx"
         prop = vnncomp_vit / "vnnlib" / f"{name}.vnnlib.gz"
         assert call("prepare_instance.sh", "v1", "vit", model, prop).returncode == 0

@@ -16,7 +16,9 @@ import onnxruntime
 import psutil
 import pytest
 
-from attn_bounds.search.answer import Answer, Witness
+from attn_bounds import InputError
+from attn_bounds.search import worker
+from attn_bounds.search.answer import Answer, Job, Witness
 
 from ..cli_tools import Files, rows, run
 from ..small_models import DIGITS
@@ -69,8 +71,17 @@ def test_verdicts_and_results_files(files: Files, tmp_path: Path) -> None:
     assert row["property"] == "width_0.01" and row["status"] == "unsat" and row["margin"] > 0
     assert row["witness"] is None and row["method"] and 0 < row["seconds"] < 100
     assert result.read_text() == "unsat\n"
-    out = run("verify", files.model, "--vnnlib", files.vnnlib(5.0), "--results-file", result, code=0)
+    # a file that cannot be written does not cost the verdict
+    missing = tmp_path / "missing" / "r"
+    out = run("verify", files.model, "--vnnlib", files.vnnlib(5.0), "--results-file", missing, code=2)
     assert out.stdout.splitlines()[0] == "sat" and "by attack" in out.stdout
+    assert f"{missing}: cannot be written" in out.stderr
+
+
+def test_witness_in_the_form_of_version_1(files: Files, tmp_path: Path) -> None:
+    result = tmp_path / "result.txt"
+    job = Job(str(files.model), str(files.vnnlib(5.0)), str(tmp_path))
+    worker.verify(job, lambda _: None).save(result)
     first, *pairs = result.read_text().splitlines()
     assert first == "sat" and pairs[0].startswith("((X_0 ") and pairs[-1].endswith("))")
     values = {name: float(value) for name, value in (p.strip("()").split() for p in pairs)}
@@ -83,21 +94,21 @@ def test_verdicts_and_results_files(files: Files, tmp_path: Path) -> None:
 
 
 def test_version_2_result_by_variable(files: Files, tmp_path: Path) -> None:
-    prop, result = tmp_path / "two.vnnlib", tmp_path / "r"
+    prop = tmp_path / "two.vnnlib"
+    entries = [f"A[0,{i},{j}]" for i in (0, 1) for j in (0, 1)]
     prop.write_text(
         "(vnnlib-version <2.0>)\n(declare-network N (declare-input A float32 [1,2,2]) "
         "(declare-output B real [1,3]))\n"
-        + "".join(
-            f"(assert (and (<= A[0,{i},{j}] 5.0) (>= A[0,{i},{j}] -5.0)))" for i in (0, 1) for j in (0, 1)
-        )
+        + "".join(f"(assert (and (<= {a} 5.0) (>= {a} -5.0)))" for a in entries)
         + f"(assert (< B[0,{files.label}] B[0,{(files.label + 1) % 3}]))"
     )
-    (row,) = rows("verify", files.model, "--vnnlib", prop, "--results-file", result)
-    lines = result.read_text().splitlines()
-    assert row["status"] == lines[0] == "sat"
+    answer = worker.verify(Job(str(files.model), str(prop), str(tmp_path)), lambda _: None)
+    answer.save(tmp_path / "r")
+    lines = (tmp_path / "r").read_text().splitlines()
+    assert answer.witness is not None and answer.status == lines[0] == "sat"
     assert lines[1] == "A float32 [1,2,2]" and lines[6] == "B real [1,3]" and len(lines) == 10
-    assert [float(v) for v in lines[2:6]] == row["witness"]["inputs"]
-    assert [float(v) for v in lines[7:]] == row["witness"]["outputs"]
+    assert [float(v) for v in lines[2:6]] == answer.witness.inputs
+    assert [float(v) for v in lines[7:]] == answer.witness.outputs
 
 
 @pytest.mark.parametrize(
@@ -122,17 +133,13 @@ def test_bad_properties(files: Files, tmp_path: Path) -> None:
     out = run("verify", DIGITS, "--vnnlib", files.vnnlib(0.1), code=2)
     assert "declares 4 inputs" in out.stderr and "give the property of this model" in out.stderr
     text, path = files.vnnlib(0.1).read_text(), tmp_path / "bad.vnnlib"
+    job = Job(str(files.model), str(path), str(tmp_path))
     path.write_text(text.replace("(assert (<= X_1 0.1))", ""))
-    assert "X_1 has no upper bound" in run("verify", files.model, "--vnnlib", path, code=2).stderr
+    with pytest.raises(InputError, match="X_1 has no upper bound"):
+        worker.verify(job, lambda _: None)
     path.write_text(text + "(assert (>= X_1 7.0))")
-    (row,) = rows("verify", files.model, "--vnnlib", path)
-    assert row["status"] == "unsat" and "no input satisfies the property" in row["reason"]
-
-
-def test_unwritable_results_file_does_not_cost_the_verdict(files: Files, tmp_path: Path) -> None:
-    where = tmp_path / "missing" / "r"
-    out = run("verify", files.model, "--vnnlib", files.vnnlib(0.01), "--results-file", where, code=2)
-    assert out.stdout.startswith("unsat\n") and f"{where}: cannot be written" in out.stderr
+    answer = worker.verify(job, lambda _: None)
+    assert answer.status == "unsat" and "no input satisfies the property" in answer.reason
 
 
 def test_certify_shares_the_engine(files: Files) -> None:
