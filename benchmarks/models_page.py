@@ -12,10 +12,12 @@ HEAD = """# Models that were tried
 
 Small configurations of real models (two layers, two heads, width 16, up to 16 tokens, random weights), each
 exported by torch's two exporters at two opsets, and some processed further by onnxruntime. Written by
-`{command}`; every number is in `benchmarks/results/models-{lirpa}.json`. Versions: {versions}.
+`{command}`; every number is in `benchmarks/results/models-{lirpa}.json`.
+Versions: {versions}.
 
 {files} files: {loaded} load and agree with onnxruntime (largest difference {difference:.1e} of the outputs'
-size), {refused} are refused with a reason, {missing} could not be written. {wrong}
+size), {refused} are refused with a reason, {missing} could not be written.
+{wrong}
 """
 
 
@@ -70,8 +72,9 @@ def _bounds(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Smallest margin at one random input: what the attack finds, and lower bounds. All dressings of a",
         "model compute one function: margins are those of the first, and the spread says how far the others",
-        "are from it. Seconds are means over the dressings, one core, the graph of the first ball's first",
-        "method included.",
+        "are from it (of token numbers, where some begin at another value behind the embedding, over so many).",
+        "The second ball is that of the first dressing alone. Seconds are means, on one core of a shared",
+        "machine, building the graph included in the first.",
         "",
         "| model | ball | attack | " + " | ".join(METHODS) + " | spread | seconds |",
         "|---" * (5 + len(METHODS)) + "|",
@@ -81,9 +84,10 @@ def _bounds(rows: list[dict[str, Any]]) -> list[str]:
         for i in range(len(own[0]["balls"]) if own else 0):
             balls = [r["balls"][i] for r in own if i < len(r["balls"])]
             first = balls[0]
+            same = [b for b in balls if abs(b["attack"] - first["attack"]) < 1e-5]
             cells, spread = [], 0.0
             for method in METHODS:
-                margins = [b[method].get("margin") for b in balls]
+                margins = [b[method].get("margin") for b in same]
                 known = [m for m in margins if m is not None]
                 said = first[method].get("margin")
                 cells.append(f"{said:.3f}" if said is not None else "refused")
@@ -91,7 +95,8 @@ def _bounds(rows: list[dict[str, Any]]) -> list[str]:
             seconds = [sum(b[m]["seconds"] for b in balls) / len(balls) for m in METHODS]
             times = " / ".join(f"{s:.1f}" for s in seconds)
             ball = f"{first['norm']} {first['eps']:g}"
-            cells = [name, ball, f"{first['attack']:.3f}", *cells, f"{spread:.0e}", times]
+            of = "" if len(same) == len(balls) else f" ({len(same)} of {len(balls)})"
+            cells = [name, ball, f"{first['attack']:.3f}", *cells, f"{spread:.0e}{of}", times]
             lines.append("| " + " | ".join(cells) + " |")
     return [*lines, ""]
 
@@ -106,6 +111,7 @@ def _reasons(rows: list[dict[str, Any]]) -> list[str]:
         return []
     lines = ["## Reasons", ""]
     for reason, where in found.items():
-        short = reason if len(reason) < 400 else f"{reason[:400].rsplit(' ', 1)[0]} …"
+        nodes = reason.split("; ")
+        short = reason if len(nodes) < 4 else f"{nodes[0]}; …; {nodes[-1]}"
         lines.append(f"* {', '.join(where)}: {short}")
     return [*lines, ""]
