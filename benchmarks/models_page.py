@@ -72,7 +72,7 @@ def _bounds(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Smallest margin at one random input: what the attack finds, and lower bounds. All dressings of a",
         "model compute one function: margins are those of the first, and the spread says how far the others",
-        "are from it (of token numbers, where some begin at another value behind the embedding, over so many).",
+        "are from it (over so many, where the others start at another value behind the embedding).",
         "The second ball is that of the first dressing alone. Seconds are means, on one core of a shared",
         "machine, building the graph included in the first.",
         "",
