@@ -300,7 +300,7 @@ def compare(*, eps: list[float] | None, methods: str, attack: bool, **options: A
     with _session(**options) as s:
         note = s.note() if eps else ""
         _announce(s, note)
-        stock = any(m.startswith("stock-") for m in names)
+        words = ""  # what stock methods are
         with report.progress(len(s.items) * len(radii) * len(names)) as begin:
             for m in names:
                 s.jobs.prepare(m)
@@ -313,9 +313,10 @@ def compare(*, eps: list[float] | None, methods: str, attack: bool, **options: A
                     c = s.jobs.certify(item, **ball, method=m, attack=False, fresh=True, **s.attack)
                     if x is not None:
                         c = _falsified(c, x, item)
+                    words = c.options.get("operators", "") if m.startswith("stock-") else words
                     s.out.add({**report.certificate_row(item, c, note), "method": m})
         what = f"{len(s.items)} {'VNN-LIB properties' if not eps else report.norm_name(s.norm) + ' balls'}"
-        s.out.show(*report.compare_table(s.title(what), s.out.rows, names, _stock_words() if stock else ""))
+        s.out.show(*report.compare_table(s.title(what), s.out.rows, names, words))
         if note:
             s.out.show(f"note: {note}")
 
@@ -352,9 +353,3 @@ def _falsified(c: Certificate, x: Tensor, item: Item) -> Certificate:
             file=sys.stderr,
         )
     return replace(c, status="falsified", counterexample=x, reason="the attack found a counterexample")
-
-
-def _stock_words() -> str:
-    from .operators.repairs import repairs
-
-    return repairs()[1]

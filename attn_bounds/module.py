@@ -29,6 +29,7 @@ from .lofast import LOFAST_METHODS
 from .lofast import compute_bounds as lofast_bounds
 from .operators import operators, replacements
 from .operators.base import BoundOperator
+from .operators.input import KIND as INPUT_KIND
 from .operators.input import BehindInputBox
 from .operators.quotient import BoundDiv
 from .operators.repairs import repairs
@@ -140,12 +141,19 @@ class BoundedModule(LirpaModule):
         if self.OWN_OPERATORS:
             self._constant_factors_need_no_bounds()
         self.store = NodeStore()
-        self.repaired = repaired
+        self.repaired = repaired if self.OWN_OPERATORS else repaired + self._operators_of_ours()
         self.dtype = example.dtype
         self._running = False
         self._domain: Any = None
         self.folded: Folded | None = None  # of the last bounds by method `sensitivity`
         self.eval()
+
+    def _operators_of_ours(self) -> str:
+        """Words for what auto_LiRPA lacks or spells out, and what bounds even a stock graph meets as ours."""
+        names = {kind: cls for kind, cls in operators().items() if kind.startswith("attn_bounds::")}
+        used = {type(n) for n in self.all_nodes()}
+        found = [kind.split("::")[1] for kind, cls in names.items() if cls in used and kind != INPUT_KIND]
+        return f"; {', '.join(found)} as operators of ours" if found else ""
 
     def _constant_factors_need_no_bounds(self) -> None:
         """Products with a constant, and quotients by one, relax nothing; some versions bound their inputs."""

@@ -477,9 +477,7 @@ class Verifier:
         if "alpha" in method or method == "auto":
             d["optimize"] = lirpa.STOCK_OPTIMIZE if stock else lirpa.OPTIMIZE
         if stock:
-            from .operators.repairs import repairs
-
-            d["operators"] = repairs()[1]
+            d["operators"] = self.graph(True).repaired
         else:
             d["operators"], d["relaxation"] = "attn_bounds", self.relaxation
         if self.head:
