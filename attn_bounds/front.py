@@ -33,7 +33,7 @@ Assignment = tuple[str, str, Any]  # name, declared type, array
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 0 for a verdict, 2 for what cannot be read.
+    """The command; returns the exit code: 0 for a verdict, 2 for what cannot be read, 1 without memory.
 
     The time limit counts from the start of the process if arguments are those of the process (None)."""
     spent = time.time() - psutil.Process().create_time() if arguments is None else 0.0
@@ -51,9 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(capability(options.capability)))
             return 0
         return verify(options, _Clock(options.timeout, started))
-    except InputError as error:
-        print(f"attn-bounds-vnnlib: {error}", file=sys.stderr)
+    except (InputError, ImportError) as error:
+        _note(str(error))
         return 2
+    except MemoryError:
+        _note("the machine's memory was used up")
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

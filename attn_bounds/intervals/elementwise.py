@@ -21,7 +21,7 @@ from .dual import (
     multiply,
     negative,
 )
-from .node import Node
+from .node import FLOATS, Node, element_type
 
 ONE, ZERO = Interval.of(1.0), Interval.of(0.0)
 Function = Callable[..., Any]
@@ -299,10 +299,8 @@ def whole(function: Callable[[Any], Any]) -> Function:
 
 
 def cast(node: Node, a: Dual) -> Dual:
-    from onnx import TensorProto
-
-    to = TensorProto.DataType.Name(node.get("to")).lower()
-    if to in ("float", "double", "float16", "bfloat16"):
+    to = element_type(node.get("to"))
+    if to in FLOATS:
         value = f.rounded(a.v, node.floats) if a.kind in (FLOAT, *INTEGERS) else a.v
         return Dual(value, a.d, FLOAT)
     if to == "bool":

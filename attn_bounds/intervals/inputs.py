@@ -13,7 +13,7 @@ import numpy as np
 from .arithmetic import Interval
 from .elementwise import INTEGERS
 from .functions import LARGEST, rounded
-from .network import FLOATS
+from .node import FLOATS
 
 Array = np.ndarray[Any, Any]
 

@@ -12,20 +12,12 @@ import onnx
 
 from ..errors import InputError, UnsupportedModelError
 from .arithmetic import Interval
-from .dual import FLOAT, Dual
-from .node import Node
+from .dual import Dual
+from .node import FLOATS, Node, element_type
 from .shapes import literal
 from .table import MAX_OPSET, MIN_OPSET, OPERATORS
 
 MAX_BYTES = 4_000_000  # of a model; larger ones are not small networks
-NAMES = {"float": "float32", "double": "float64"}  # where VNN-LIB has other names than ONNX' enumeration
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-def element_type(number: int) -> str:
-    """The name that VNN-LIB has for an ONNX element type."""
-    name = onnx.TensorProto.DataType.Name(number).lower()
-    return NAMES.get(name, name)
 
 
 class Port:
@@ -64,6 +56,10 @@ class Network:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
         except Exception as error:
             raise InputError(f"{path}: is not an ONNX file ({type(error).__name__})") from error
+        try:
+            onnx.checker.check_model(self.model)
+        except onnx.checker.ValidationError as error:
+            raise InputError(f"{path}: is not a valid ONNX model ({' '.join(str(error).split())})") from error
         graph = self.model.graph
         self.opset = max(
             (o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), default=1
@@ -122,7 +118,7 @@ class Network:
                 result = OPERATORS[node.op](node, *given)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{self.path}: {error}") from None
-            except (TypeError, ValueError, IndexError, AttributeError) as error:
+            except (TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
                 where = f"{self.path}: node {proto.name or proto.output[0]} ({node.op})"
                 raise UnsupportedModelError(f"{where}: cannot be read ({error})") from error
             for name, value in zip(
@@ -155,6 +151,3 @@ def seeds(
     d = np.zeros((1, len(moving), lower.shape[1]))
     d[0, np.arange(len(moving)), moving] = 1.0
     return Interval(lower, upper), Interval.of(d)
-
-
-__all__ = ["FLOAT", "Network", "Port", "element_type", "seeds"]

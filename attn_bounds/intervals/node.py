@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import onnx
+
 from ..errors import UnsupportedModelError
 from .dual import FLOAT, Dual
+
+NAMES = {"float": "float32", "double": "float64"}  # where VNN-LIB has other names than ONNX' enumeration
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def element_type(number: int) -> str:
+    """The name that VNN-LIB has for an ONNX element type."""
+    try:
+        name = onnx.TensorProto.DataType.Name(number).lower()
+    except ValueError:
+        return f"unknown type {number}"
+    return NAMES.get(name, name)
 
 
 @dataclass(frozen=True)

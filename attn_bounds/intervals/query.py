@@ -15,7 +15,8 @@ from ..errors import InputError, UnsupportedModelError
 from ..vnnlib_tree import line_of, parse
 from .arithmetic import Interval
 from .inputs import Inputs, Variable, enclosed
-from .network import FLOATS, Network, Port
+from .network import Network, Port
+from .node import FLOATS
 
 TYPES = {
     "Real": "real", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "Bool": "bool",

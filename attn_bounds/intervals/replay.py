@@ -42,7 +42,13 @@ class Replay:
                     part = point[v.first : v.first + v.size].reshape(v.shape)
                     feed[v.tensor] = part.astype(NUMPY.get(v.stored, v.stored))
             wanted = [(i, v) for i, v in enumerate(self.query.variables) if v.use == use]
-            outputs = self._session(network).run([v.tensor for _, v in wanted if v.kind != "input"], feed)
+            names = [v.tensor for _, v in wanted if v.kind != "input"]
+            session = self._session(network)
+            try:
+                outputs = session.run(names, feed)
+            except Exception as error:
+                reason = str(error).splitlines()[0]
+                raise UnsupportedModelError(f"{network.path}: onnxruntime cannot run it: {reason}") from error
             found = iter(outputs)
             for i, v in wanted:
                 result[i] = np.asarray(feed[v.tensor] if v.kind == "input" else next(found))

@@ -99,6 +99,8 @@ def unsqueeze(node: Node, x: Dual, axes: Dual | None = None) -> Dual:
     given = node.needed(axes, "axes")
     rank = len(x.shape) + len(given)
     places = {node.axis(a, rank) for a in given}
+    if len(places) < len(given):
+        node.fail("an axis is given twice")
     rest = iter(x.shape)
     return _reshaped(x, [1 if i in places else next(rest) for i in range(rank)])
 

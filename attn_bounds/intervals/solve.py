@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import UnsupportedModelError
 from .judge import Judge, Judgement
-from .network import FLOATS
+from .node import FLOATS
 from .query import Query
 from .replay import Replay, Witness
 

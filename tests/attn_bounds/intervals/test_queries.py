@@ -302,6 +302,30 @@ def test_a_model_that_intervals_do_not_know_is_refused(graph: str, reason: str, 
         solve(Case("", graph, query + "(assert (> Y[0] 1.0))", ""), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("graph", "sizes", "reason"),
+    [
+        ("(float[1] x) => (float[1] y) { y = Add(x, z) }", ("[1]", "[1]"), "not a valid ONNX model"),
+        (
+            "(float[1] x) => (float[1,1,1] y) <int64[2] a = {0, 0}> { y = Unsqueeze(x, a) }",
+            ("[1]", "[1,1,1]"),
+            "given twice",
+        ),
+        (
+            "(float[4] x) => (float[3] y) <int64[1] s = {3}> { y = Reshape(x, s) }",
+            ("[4]", "[3]"),
+            "cannot load it|cannot be read",
+        ),
+    ],
+)
+def test_a_damaged_model_is_refused_with_the_reason(
+    graph: str, sizes: tuple[str, str], reason: str, tmp_path: Path
+) -> None:
+    query = "(declare-network N (declare-input X real {}) (declare-output Y real {}))\n".format(*sizes)
+    with pytest.raises(InputError, match=reason):
+        solve(Case("", graph, query + box(("X[0]", 0.0, 1.0)), ""), tmp_path)
+
+
 def test_a_model_that_is_read_wrongly_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_bounds.intervals import elementwise, table
 
