@@ -150,5 +150,5 @@ def export_parts(row: Row) -> list[Printed]:
     parts: list[Printed] = [lines]
     parts.append(f"attention found in the file: {units} unit{'' if units == 1 else 's'}")
     if row["notes"]:
-        parts.append(Text("\n".join(["not loaded by attn-bounds:", *(f"  {note}" for note in row["notes"])])))
+        parts.append(Text("\n".join(f"note: {note}" for note in row["notes"])))
     return parts

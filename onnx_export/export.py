@@ -37,7 +37,7 @@ class Exported:
         operators: how often each operator occurs.
         difference: the largest from torch in onnxruntime, relative to the outputs' size.
         attention: units that `onnx_export.load` recognises in the file.
-        notes: what stands in the way of loading the file again, if anything.
+        notes: what stands in the way of loading the file again, if anything; attention that "op23" left.
     """
 
     path: str
@@ -135,7 +135,7 @@ def export(
                 used = _write(request, file)
                 _check_domains(request, file, domains)
                 gap = _largest_difference(request, file)
-                result = _describe(file, path, used, gap)
+                result = _describe(request, file, path, used, gap)
                 for part in sorted(Path(folder).iterdir(), key=lambda part: part == file):  # weights first
                     os.replace(part, path.parent / part.name)
         except OSError as e:
@@ -293,9 +293,12 @@ def _largest_difference(request: _Request, file: Path) -> float:
     return largest
 
 
-def _describe(file: Path, path: Path, exporter: str, gap: float) -> Exported:
+def _describe(request: _Request, file: Path, path: Path, exporter: str, gap: float) -> Exported:
     model = ir.load(file)
+    operators = _operators(model)
     units, notes = 0, []
+    if request.attention == "op23" and (left := operators["Softmax"]):
+        notes.append(f"{left} Softmax beside {operators['Attention']} Attention: not written as the operator")
     try:
         info = inspect(file)
         units = len(info.attention)
@@ -313,7 +316,7 @@ def _describe(file: Path, path: Path, exporter: str, gap: float) -> Exported:
         exporter=exporter,
         inputs=shapes(model.graph.inputs),
         outputs=shapes(model.graph.outputs),
-        operators=dict(sorted(_operators(model).items())),
+        operators=dict(sorted(operators.items())),
         difference=gap,
         attention=units,
         notes=notes,

@@ -131,6 +131,27 @@ def test_attention_operator(tmp_path: Path, kind: str) -> None:
     assert done.opset == 23 and done.operators["Attention"] == 1 and "Softmax" not in done.operators
 
 
+def test_attention_that_the_operator_cannot_say(tmp_path: Path) -> None:
+    """Distances have no operator; what was not written as one is a note."""
+    model = nn.Sequential(Mixed())
+    done = export(model, torch.zeros(1, 5, 8), tmp_path / "m.onnx", attention="op23")
+    agree(model, tmp_path / "m.onnx", (5, 8), "input")
+    assert (done.operators["Attention"], done.operators["Softmax"]) == (1, 1)
+    assert any("1 Softmax beside 1 Attention" in note for note in done.notes)
+
+
+class Mixed(nn.Module):
+    """Attention by products behind attention by distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Layer("ours, l2"), Layer("sdpa")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x + self.first(x).unsqueeze(1).mean(-1, keepdim=True))
+
+
 def test_decomposed_where_the_operator_exists(tmp_path: Path) -> None:
     model = seeded(lambda: Layer("sdpa"))
     done = export(model, torch.zeros(1, 5, 8), tmp_path / "m.onnx", opset=23)
