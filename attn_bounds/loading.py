@@ -28,7 +28,8 @@ def load(model: str | Path | nn.Module, example: Example | None = None, **option
     Arguments:
         model: path of an ONNX file, or a torch module.
         example: for a torch module: an input (batch, …).
-        options: of `onnx_export.load`: dtype, attention, logits, check.
+        options: of `onnx_export.load`: dtype, attention, logits, check, and how the model is entered (shape,
+            fix, input_node).
 
     Raises:
         InputError: the file cannot be read, or the module cannot be exported.
