@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import torch
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
+from torch import Tensor
 
 from attn_bounds.errors import InputError, UnsupportedModelError
 
@@ -88,6 +90,50 @@ def join(path: str | Path, target: str | Path) -> list[int]:
     graph.output.append(helper.make_tensor_value_info(f"{PREFIX}_out", kind, None))
     onnx.save(model, str(target))
     return sizes
+
+
+class Original:
+    """The file as anybody runs it: onnxruntime with its default options, all inputs and outputs flat.
+
+    A counterexample has to hold here. Other options choose other kernels, which round otherwise.
+
+    Attributes:
+        size: entries of all inputs together, a dynamic batch being 1.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        try:
+            self.session = onnxruntime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as e:
+            why = (str(e).splitlines() or [type(e).__name__])[0]
+            raise InputError(f"{path}: onnxruntime cannot run this model ({why})") from None
+        self.inputs = [
+            (
+                i.name,
+                np.float64 if "double" in i.type else np.float32,
+                [d if isinstance(d, int) else 1 for d in i.shape],
+            )
+            for i in self.session.get_inputs()
+        ]
+        self.size = sum(math.prod(shape) for _, _, shape in self.inputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(batch, *any) of `size` entries each, in the order of the inputs → (batch, all outputs)."""
+        rows = []
+        for sample in x.detach().cpu().flatten(1).numpy():
+            feed, at = {}, 0
+            for name, kind, shape in self.inputs:
+                count = math.prod(shape)
+                feed[name] = sample[at : at + count].astype(kind).reshape(shape)
+                at += count
+            rows.append(np.concatenate([np.asarray(v).flatten() for v in self.session.run(None, feed)]))
+        return torch.from_numpy(np.stack(rows))
 
 
 def _read(path: str | Path, weights: bool = True) -> onnx.ModelProto:

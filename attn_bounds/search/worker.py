@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from ..child import end_with_parent
-from ..errors import AttnBoundsError, InputError
+from ..errors import AttnBoundsError, InputError, UnsupportedModelError
 from .answer import Answer, Job, Witness
 
 if TYPE_CHECKING:
@@ -76,12 +76,17 @@ def load(job: Job) -> tuple[Verifier, Property]:
     options |= {"memory": job.memory, "boundary": job.boundary}
     model, sizes = job.model, []
     if max(joined.counts(model)) > 1:
-        model = os.path.join(job.scratch, f"joined-{os.getpid()}.onnx")
-        sizes = joined.join(job.model, model)
+        target = os.path.join(job.scratch, f"joined-{os.getpid()}.onnx")
+        with contextlib.suppress(UnsupportedModelError):  # masks, say: the verifier knows the usual ones
+            sizes = joined.join(job.model, target)
+            model = target
     try:
         verifier = Verifier(model, **options)
     except InputError as e:
         raise type(e)(str(e).replace(str(model), job.model)) from None
+    original = joined.Original(job.model)
+    if original.size == math.prod(verifier.input_shape):  # not of a file with a fixed batch
+        verifier.oracle = original
     prop = read_vnnlib(job.vnnlib, verifier.input_shape, verifier.outputs)
     found = [math.prod(v.shape) for v in prop.inputs]
     if sizes and found and found != sizes:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from attn_bounds import InputError, Verifier
 from attn_bounds.search import worker
 from attn_bounds.search.answer import Job
-from onnx_export.joined import counts, join
+from onnx_export.joined import Original, counts, join
 
 
 def two_by_two(path: Path, batch: str | int | None, kind: int = TensorProto.FLOAT) -> Path:
@@ -59,7 +59,10 @@ def test_joined_model_computes_the_same(tmp_path: Path, batch: str | int | None)
     feed = {"x": x[0, :2].reshape(*lead, 2).numpy(), "z": x[0, 2:].reshape(*lead, 2, 2).numpy()}
     found = onnxruntime.InferenceSession(str(path)).run(None, feed)
     expected = np.concatenate([v.flatten() for v in found])
-    np.testing.assert_array_equal(verifier.replay(x)[0].numpy(), expected)
+    original = Original(path)
+    assert original.size == 6
+    np.testing.assert_array_equal(original(x)[0].numpy(), expected)
+    np.testing.assert_allclose(verifier.replay(x)[0].numpy(), expected, atol=1e-6)
     with torch.no_grad():
         np.testing.assert_allclose(verifier.module(x)[0].numpy(), expected, atol=1e-6)
 

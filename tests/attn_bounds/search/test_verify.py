@@ -89,7 +89,7 @@ def test_witness_in_the_form_of_version_1(files: Files, tmp_path: Path) -> None:
     x = np.array([[values[f"X_{i}"] for i in range(4)]], dtype=np.float32)
     assert [float(v) for v in x[0]] == [values[f"X_{i}"] for i in range(4)]  # nothing was rounded
     y = onnxruntime.InferenceSession(str(files.model)).run(None, {"x": x})[0][0]
-    assert [float(v) for v in y] == pytest.approx([values[f"Y_{j}"] for j in range(3)])
+    assert [float(v) for v in y] == [values[f"Y_{j}"] for j in range(3)]  # as the competition replays it
     assert np.abs(x).max() <= 5 and max(y[j] for j in range(3) if j != files.label) > y[files.label]
 
 
