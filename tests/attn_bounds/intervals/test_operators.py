@@ -118,6 +118,15 @@ CASES = [
 ]
 
 
+def result_type(case: Case) -> int:
+    if case.op == "Cast":
+        return int(case.attributes["to"])
+    if case.op == "Shape":
+        return int(TensorProto.INT64)
+    compares = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Not", "And", "Or")
+    return int(TensorProto.BOOL if case.op in compares else TensorProto.FLOAT)
+
+
 def build(case: Case) -> onnx.ModelProto:
     names = [f"x{k}" for k in range(len(case.shapes))]
     nodes, given = [], list(names)
@@ -142,7 +151,7 @@ def build(case: Case) -> onnx.ModelProto:
             helper.make_tensor_value_info(n, TensorProto.FLOAT, s)
             for n, s in zip(names, case.shapes, strict=True)
         ],
-        [onnx.ValueInfoProto(name=n) for n in outputs],
+        [helper.make_tensor_value_info(n, result_type(case), None) for n in outputs],
         stored,
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", case.opset)], ir_version=8)

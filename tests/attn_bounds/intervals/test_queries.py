@@ -305,7 +305,7 @@ def test_a_model_that_intervals_do_not_know_is_refused(graph: str, reason: str, 
 @pytest.mark.parametrize(
     ("graph", "sizes", "reason"),
     [
-        ("(float[1] x) => (float[1] y) { y = Add(x, z) }", ("[1]", "[1]"), "not a valid ONNX model"),
+        ("(float[1] x) => (float[1] y) { y = Add(x, z) }", ("[1]", "[1]"), "reads 'z', which no node"),
         (
             "(float[1] x) => (float[1,1,1] y) <int64[2] a = {0, 0}> { y = Unsqueeze(x, a) }",
             ("[1]", "[1,1,1]"),
