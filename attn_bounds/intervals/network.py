@@ -111,6 +111,8 @@ class Network:
         values = dict(self._constants)
         values.update((port.name, value) for port, value in zip(self.inputs, inputs, strict=True))
         for proto, node in self._nodes:
+            if proto.input and not proto.input[0]:
+                raise InputError(f"{self.path}: node {proto.name or '?'} ({node.op}) has no first input")
             missing = [name for name in proto.input if name and name not in values]
             if missing:
                 raise InputError(
