@@ -29,7 +29,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest --durations=10
+	# one thread each: two threads that wait for a core take many times as long
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=auto --dist=loadfile --durations=10
 
 venv: $(STAMP)
 

@@ -37,10 +37,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..norms import spectral_norm_upper
-from .softmax import FULLY_MASKED, jacobian_norm_upper, probability_box
+from .softmax import FULLY_MASKED, finite_mask, jacobian_norm_upper, probability_box
 
 SLACK = 1e-9  # relative: covers float64 arithmetic for scores up to about 1e5
-MASKED = -1e9  # in place of −inf, whose differences are not numbers
 
 
 class _Layer(NamedTuple):
@@ -99,7 +98,7 @@ def _layer(
     if mask is not None:
         if bool((mask.amax(-1) <= FULLY_MASKED).any()):
             raise InputError("the mask excludes every key of some query")
-        scores = scores + mask.double().clamp(min=MASKED)
+        scores = scores + finite_mask(mask.double())
     return _Layer(tokens, e.expand(x.shape[:-2]), a, b, w_v @ w_o, scores)
 
 

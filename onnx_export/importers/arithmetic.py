@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attn_bounds.sensitivity.softmax import MASKED
+
 from .context import Context, Function, Unsupported, linear_map
 
 HUGE = 1e30  # a limit beyond this is none: exporters write the largest float for "unlimited"
-MASKED = -1e9  # e to this power is 0 in every precision, and a product of it with 0 is not NaN
 
 
 def expanded(ctx: Context, i: int) -> Function:
