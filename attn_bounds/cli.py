@@ -91,7 +91,7 @@ _IN, _SET, _BOUND, _FALSIFY, _LIMIT = "Inputs", "Input set", "Bounds", "Attack",
 _MANY = "Many inputs"
 _EPS = "Radius of the ball, in the units of the inputs."
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX file with one input and one output.")]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX file.")]
 Data = Annotated[
     Path | None,
     typer.Option(

@@ -58,27 +58,33 @@ def read_data(
         raise InputError(f"{path}: the npz file is damaged ({str(e).splitlines()[0]})") from None
 
     shape = tuple(input_shape)
-    if embed is not None and x.dtype.kind in "iu" and x.ndim > 0 and x.shape[1:] != shape:
-        behind = embed(x)
-        x = x if behind is None else behind
+    needed = ", ".join(map(str, ("N", *shape)))
     if x.dtype.kind not in "fiu":
         raise InputError(f"{path}: x holds {x.dtype}; numbers are needed")
-    if x.ndim == 0 or x.shape[1:] != shape:
-        needed = ", ".join(map(str, ("N", *shape)))
+    if x.ndim == 0:
+        raise InputError(f"{path}: x has shape {x.shape}; this model needs ({needed})")
+    chosen = _choose(path, len(x), indices, count)
+    rows = x[chosen]
+    if embed is not None and x.dtype.kind in "iu" and x.shape[1:] != shape:
+        behind = embed(rows)
+        rows = rows if behind is None else behind
+    if rows.shape[1:] != shape:
         raise InputError(f"{path}: x has shape {x.shape}; this model needs ({needed})")
     if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
         raise InputError(
             f"{path}: y has shape {y.shape} and type {y.dtype}; {len(x)} integer labels are needed"
         )
-    chosen = _choose(path, len(x), indices, count)
     classes = 2 if outputs == 1 else outputs
-    for i in chosen:
-        if not np.isfinite(x[i]).all():
+    for i, row in zip(chosen, rows, strict=True):
+        if not np.isfinite(row).all():
             raise InputError(f"{path}: x[{i}] has values that are NaN or infinite")
         if not 0 <= y[i] < classes:
             raise InputError(f"{path}: label {y[i]} of y[{i}] is out of range; classes are 0..{classes - 1}")
-    dtype = x.dtype if x.dtype in (np.float32, np.float64) else np.dtype(np.float32)
-    return [Item(i, torch.from_numpy(np.array(x[i], dtype=dtype)), int(y[i])) for i in chosen]
+    dtype = rows.dtype if rows.dtype in (np.float32, np.float64) else np.dtype(np.float32)
+    return [
+        Item(i, torch.from_numpy(np.array(row, dtype=dtype)), int(y[i]))
+        for i, row in zip(chosen, rows, strict=True)
+    ]
 
 
 def _choose(path: str | Path, n: int, indices: Sequence[int], count: int | None) -> list[int]:

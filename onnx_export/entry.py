@@ -6,7 +6,7 @@ takes the place of an input. Integer inputs are indices of an embedding: bounds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,16 @@ class Entry:
 
 def run(proto: ModelProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     """First output of a small model, by onnxruntime."""
+    return run_all(proto, [feeds])[0]
+
+
+def run_all(proto: ModelProto, feeds: Sequence[Mapping[str, np.ndarray]]) -> list[np.ndarray]:
+    """`run` on several inputs, with one session."""
     from .oracle import onnx_session
 
     started = onnx_session(proto.SerializeToString())
     wanted = {i.name for i in started.get_inputs()}
-    return np.asarray(started.run(None, {n: v for n, v in feeds.items() if n in wanted})[0])
+    return [np.asarray(started.run(None, {n: v for n, v in f.items() if n in wanted})[0]) for f in feeds]
 
 
 def enter(
@@ -88,12 +93,20 @@ def enter(
         raise InputError(f"{path}: the model has no input")
     inputs.add_usual()
     free = [n for n in inputs.values if n not in inputs.fix]
-    kinds = {n: inputs.values[n].type.tensor_type.elem_type for n in free}
+    kinds = {n: v.type.tensor_type.elem_type for n, v in inputs.values.items()}
     if input_node is not None and input_node not in inputs.values:
         return _cut(proto, path, inputs, resolve(path, proto.graph, input_node), "chosen as the input")
-    if input_node in inputs.fix:
+    # integers may be embedded and fixed: the value is for what else is made of them, as a padding mask
+    embeddable = [n for n in fix or {} if kinds[n] in INTEGERS and embedded(proto.graph, n)]
+    if input_node in inputs.fix and input_node not in embeddable:
         raise InputError(f"{path}: {input_node} is fixed, so bounds cannot be over it")
-    name = input_node if input_node in free else free[0] if len(free) == 1 else None
+    possible = free or embeddable
+    name = input_node or (possible[0] if len(possible) == 1 else None)
+    if name is None and not free:
+        raise InputError(
+            f"{path}: every input is fixed ({', '.join(inputs.fix)}); say where bounds start: --input-node "
+            "NAME (input_node= in Python)"
+        )
     others = [n for n in free if n != name]
     if name is None or others:
         raise InputError(
@@ -179,11 +192,22 @@ def _cut(proto: ModelProto, path: str | Path, inputs: Inputs, value: str, what: 
     )
 
 
-def embed(proto: ModelProto, entry: Entry, path: str | Path, ids: np.ndarray, **choices: Any) -> np.ndarray:
+def embed(
+    proto: ModelProto,
+    entry: Entry,
+    path: str | Path,
+    ids: np.ndarray,
+    behind: Callable[[np.ndarray], np.ndarray],
+    **choices: Any,
+) -> np.ndarray:
     """The value behind the embedding for integers (N, *ids_shape[1:]) → (N, *shape[1:]).
 
+    Arguments:
+        behind: what `entry` computes from such values, (N, *output).
+
     Raises:
-        InputError: they do not fit, or are no indices of the embedding.
+        InputError: they do not fit, or are no indices of the embedding; or what else the model makes of its
+            integers (a padding mask) is not what it is for those that they are fixed to.
     """
     inputs = Inputs(path, proto.graph, choices.get("shape") or {}, choices.get("fix") or {})
     inputs.add_usual()
@@ -192,7 +216,20 @@ def embed(proto: ModelProto, entry: Entry, path: str | Path, ids: np.ndarray, **
     kind = helper.tensor_dtype_to_np_dtype(inputs.values[entry.ids].type.tensor_type.elem_type)
     if ids.shape[1:] != entry.ids_shape[1:]:
         raise InputError(f"{path}: {entry.ids} of shape {ids.shape}; (N, *{entry.ids_shape[1:]}) is needed")
+    at = [{**feeds, entry.ids: row[None].astype(kind)} for row in ids]
     try:
-        return np.concatenate([run(front, {**feeds, entry.ids: row[None].astype(kind)}) for row in ids])
+        found = run_all(front, at)
     except Exception as e:
         raise InputError(f"{path}: these {entry.ids} cannot be embedded ({first_line(e)})") from None
+    if entry.ids in inputs.fix:
+        parts = behind(np.concatenate(found))
+        for row, whole, part in zip(ids, run_all(proto, at), parts, strict=True):
+            if not np.allclose(
+                part.ravel(), whole.ravel(), rtol=0, atol=1e-5 * max(1.0, float(np.abs(whole).max()))
+            ):
+                raise InputError(
+                    f"{path}: {entry.ids} {row.tolist()}: besides the embedding the model makes something "
+                    f"else of them than of what they are fixed to; one command for each such row, with its "
+                    f"own --fix {entry.ids}=FILE.npy"
+                )
+    return np.concatenate(found)

@@ -128,8 +128,13 @@ class Oracle:
         """
         if not self.entry.ids:
             raise InputError(f"{self.path}: the model takes real numbers, there is nothing to embed")
-        found = embed(simplify.read(self.path), self.entry, self.path, ids, **self.choices)
-        return torch.from_numpy(found.reshape(len(ids), *self.entry.shape[1:]))
+        shape = (len(ids), *self.entry.shape[1:])
+
+        def behind(values: np.ndarray) -> np.ndarray:
+            return self.one_by_one(torch.from_numpy(values.reshape(shape))).numpy()
+
+        found = embed(simplify.read(self.path), self.entry, self.path, ids, behind, **self.choices)
+        return torch.from_numpy(found.reshape(shape))
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -207,6 +207,19 @@ def test_what_else_depends_on_the_indices_must_be_given(tmp_path: Path) -> None:
     x = Oracle(language_model(tmp_path)).embed(ids)
     path = language_model(tmp_path, padding=True)
     assert np.allclose(module(x), values(path, ids=ids), atol=1e-5)
+    for where in (None, "ids"):  # what the message proposes is enough: bounds start behind the embedding
+        choices = {"fix": {"ids": ids}, "input_node": where}
+        assert inspect(path, **choices).chosen[0].startswith("bounds are over e, the embedding of ids")
+        other = np.array([[9, 2, 6, 0, 0]])
+        y = load(path, **choices)(Oracle(path, **choices).embed(other))
+        assert np.allclose(y, values(path, ids=other), atol=1e-5)
+        with pytest.raises(InputError, match=r"\[3, 1, 4, 1, 0\]: besides the embedding"):
+            Oracle(path, **choices).embed(np.array([[3, 1, 4, 1, 0]]))
+    with pytest.raises(InputError, match="every input is fixed"):
+        load(
+            save(graph([node("Identity", ["x"], ["y"])], [("x", [1, 3])], [("y", None)], {}), path),
+            fix={"x": 1},
+        )
 
 
 def test_a_model_is_loaded_twice(tmp_path: Path) -> None:
