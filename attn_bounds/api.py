@@ -11,15 +11,19 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError
+from .errors import InputError, first_line
 from .loading import example_for, exported
 from .results import Certificate, Radius
 from .verifier import Verifier, check_method
+
+if TYPE_CHECKING:
+    from onnx_export.given import Fixed, Sizes
 
 
 def certify(
@@ -43,13 +47,16 @@ def certify(
     seed: int = 0,
     timeout: float | None = None,
     memory: str | float | None = None,
+    shape: Sizes | None = None,
+    fix: Fixed | None = None,
+    input_node: str | None = None,
 ) -> Certificate | list[Certificate]:
     """Certify that the class of x cannot change within an lp ball.
 
     Arguments:
-        model: ONNX file, torch module, or a `Verifier` (then dtype, device, mean and std are its own). A
-            torch module is exported and loaded for each call: for many calls `Verifier(load(module, x))`
-            does that once.
+        model: ONNX file, torch module, or a `Verifier` (then dtype, device, mean, std, and how the file is
+            entered, are its own). A torch module is exported and loaded for each call: for many calls
+            `Verifier(load(module, x))` does that once.
         x: (*input) or (1, *input) with an integer label, or (batch, *input) with a sequence of labels.
         label: class of x; for a model with one output 0 or 1.
         norm: 1, 2 or inf. eps: radius in the units of x, or in pixel units where mean/std are given.
@@ -58,6 +65,7 @@ def certify(
         clip: (lowest, highest) valid value of an input entry; the ball is intersected with it.
         timeout: seconds per input; memory: bytes or "4GB" per input. Kept in a child process, hence not for
             a `Verifier`.
+        shape, fix, input_node: how a file is entered, as in `onnx_export.load`.
 
     Returns:
         `Certificate`, or a list of them for a batch.
@@ -66,9 +74,7 @@ def certify(
         InputError: anything wrong with the arguments or the model.
     """
     check_method(method)
-    x = torch.as_tensor(x)
-    single = isinstance(label, int) or (isinstance(label, Tensor) and label.ndim == 0)
-    labels = [int(label)] if single else [int(v) for v in label]  # type: ignore[arg-type, union-attr]
+    x, (single, labels) = _tensor(x), _labels(label)
     samples = [x] if single else list(x)
     if len(samples) != len(labels):
         raise InputError(f"{len(samples)} inputs but {len(labels)} labels")
@@ -80,7 +86,8 @@ def certify(
         "seed": seed,
     }
     ball: dict[str, Any] = {"norm": norm, "eps": eps, "targets": targets, "top_k": top_k, "clip": clip}
-    options: dict[str, Any] = {"dtype": dtype, "device": str(device), "mean": mean, "std": std}
+    entered = {"shape": shape, "fix": fix, "input_node": input_node}
+    options: dict[str, Any] = {"dtype": dtype, "device": str(device), "mean": mean, "std": std, **entered}
     if timeout is not None or memory is not None:
         from .limits import LimitedVerifier
 
@@ -98,6 +105,24 @@ def certify(
     with _verifier(model, samples[0], **options) as verifier:
         results = verifier.certify_inputs(samples, labels, **ball, **job)
     return results[0] if single else results
+
+
+def _tensor(x: Any) -> Tensor:
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise InputError(f"x is no tensor or array of numbers ({first_line(e)})") from None
+
+
+def _labels(label: Any) -> tuple[bool, list[int]]:
+    """Whether it is one label, and the labels; from integers, arrays and tensors of integers."""
+    try:
+        found = np.asarray(label.cpu() if isinstance(label, Tensor) else label)
+    except ValueError:
+        found = np.asarray("")
+    if found.dtype.kind not in "iu" or found.ndim > 1:
+        raise InputError(f"label {label!r}: an integer is needed, or a sequence of them, one per input")
+    return found.ndim == 0, [int(v) for v in found.reshape(-1)]
 
 
 def _sample_shape(x: Tensor) -> tuple[int, ...]:
@@ -164,11 +189,19 @@ def certified_radius(
     std: Sequence[float] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    shape: Sizes | None = None,
+    fix: Fixed | None = None,
+    input_node: str | None = None,
     **kwargs: Any,
 ) -> Radius:
     """Largest radius around x that `method` certifies; arguments as in `certify` and
     `Verifier.certified_radius`."""
     check_method(method)
-    with _verifier(model, torch.as_tensor(x), dtype=dtype, device=device, mean=mean, std=std) as verifier:
-        spec = verifier.specification(int(label), targets, top_k)
+    x, (single, labels) = _tensor(x), _labels(label)
+    if not single:
+        raise InputError("one input and one label are needed; call it for each input of a batch")
+    entered = {"shape": shape, "fix": fix, "input_node": input_node}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "mean": mean, "std": std, **entered}
+    with _verifier(model, x, **options) as verifier:
+        spec = verifier.specification(labels[0], targets, top_k)
         return verifier.certified_radius(x, spec, norm=norm, method=method, **kwargs)

@@ -58,9 +58,13 @@ class Session:
         return f"{self.model}: {what}"
 
     def note(self) -> str:
-        """What became of the properties' boxes when balls were asked for; "" for labelled inputs."""
+        """What became of the properties' boxes when balls were asked for, or what labels count; or ""."""
         if self.items[0].prop is None:
-            return ""
+            shape, n = self.jobs.output_shape, self.jobs.outputs
+            flat = (
+                f"the output has shape {shape}; labels and targets are places in it, 0 to {n - 1}, flattened"
+            )
+            return flat if len(shape) > 1 else ""
         name = report.norm_name(self.norm)
         return f"each property's box is replaced by the {name} ball around its centre"
 

@@ -148,7 +148,8 @@ def export_parts(row: Row) -> list[Printed]:
     lines.append(f"onnxruntime agrees with the module: largest difference {row['difference']:.1e}")
     units = row["attention"]
     parts: list[Printed] = [lines]
-    parts.append(f"attention found in the file: {units} unit{'' if units == 1 else 's'}")
+    if units is not None:
+        parts.append(f"attention found in the file: {units} unit{'' if units == 1 else 's'}")
     if row["notes"]:
         parts.append(Text("\n".join(f"note: {note}" for note in row["notes"])))
     return parts

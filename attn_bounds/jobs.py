@@ -73,7 +73,8 @@ class Jobs:
 
     def __init__(self, verifier: Verifier, report: Callable[[Any], None] | None = None) -> None:
         self.verifier, self.report = verifier, report
-        self.input_shape, self.outputs = verifier.input_shape, verifier.outputs
+        self.input_shape, self.output_shape = verifier.input_shape, verifier.output_shape
+        self.outputs = verifier.outputs
 
     def _sets(
         self,

@@ -67,7 +67,7 @@ def _child(connection: Connection, model: str, threads: int, kwargs: dict[str, A
         except Exception as e:
             failed(e)
             return
-        send("ready", (jobs.input_shape, jobs.outputs))
+        send("ready", (jobs.input_shape, jobs.output_shape))
         while True:
             name, arguments = pickle.loads(connection.recv_bytes())
             try:
@@ -120,7 +120,7 @@ class LimitedVerifier:
         self.timeout, self.memory = check_timeout(timeout), parse_memory(memory)
         self.kwargs["memory"] = self.memory
         self._child: Child | None = None
-        self._shape: tuple[tuple[int, ...], int] | None = None
+        self._shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __enter__(self) -> LimitedVerifier:
         return self
@@ -140,11 +140,16 @@ class LimitedVerifier:
         return self._shapes()[0]
 
     @property
-    def outputs(self) -> int:
-        """Number of outputs; as `input_shape`."""
+    def output_shape(self) -> tuple[int, ...]:
+        """As `input_shape`."""
         return self._shapes()[1]
 
-    def _shapes(self) -> tuple[tuple[int, ...], int]:
+    @property
+    def outputs(self) -> int:
+        """Number of outputs; as `input_shape`."""
+        return math.prod(self.output_shape)
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._shape is None:
             try:
                 self._start()

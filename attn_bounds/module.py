@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import lirpa
 from .alpha import Bounds, better, optimise
 from .domain.forms import NO_SYMBOLS
+from .errors import UnsupportedModelError, first_line
 from .lirpa import (
     BoundConv,
     BoundLinear,
@@ -105,6 +106,9 @@ class BoundedModule(LirpaModule):
         global_input: example input(s), (batch, …) each.
         bound_opts: options for auto_LiRPA; `attention_relaxation` ("lse", "key") is ours.
         custom_ops: further operators by node kind.
+
+    Raises:
+        UnsupportedModelError: auto_LiRPA knows some operator neither by itself nor from us.
     """
 
     OPTIMIZE = lirpa.OPTIMIZE
@@ -131,7 +135,13 @@ class BoundedModule(LirpaModule):
             device = next((t.device for t in (*model.parameters(), *model.buffers())), example.device)
         modes = {m: m.training for m in model.modules()}
         with lirpa.tracing(), lirpa.default_dtype(example.dtype), torch.no_grad():
-            super().__init__(model.eval(), global_input, opts, device, verbose, ops)
+            try:
+                super().__init__(model.eval(), global_input, opts, device, verbose, ops)
+            except NotImplementedError as e:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: {first_line(e)} (named in its log); torch modules are "
+                    "taken apart by attn_bounds.load(module, example), which returns one to use here"
+                ) from e
             if self._nonlinear_on_input():
                 for name in list(self.__dict__):
                     del self.__dict__[name]

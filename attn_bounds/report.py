@@ -121,6 +121,9 @@ def radius_row(item: Item, r: Radius, note: str = "") -> Row:
     return row
 
 
+ACROSS = 5  # inputs beside one another in the table of `explain`
+
+
 def explain_row(item: Item, e: Explanation, against: int | None, eps: float | None, norm: float) -> Row:
     """One line of `explain`."""
     return {
@@ -135,18 +138,23 @@ def explain_row(item: Item, e: Explanation, against: int | None, eps: float | No
 
 
 def explain_table(title: str, rows: Sequence[Row]) -> list[Printed]:
-    """A column per error set, a line per input."""
+    """A line per error set, a column per input; several tables where there are many inputs."""
+    tables = [_explain_part(title, rows[i : i + ACROSS]) for i in range(0, len(rows), ACROSS)]
+    return [*tables, "Between centre and margin: what each error set takes, first layer to last."]
+
+
+def _explain_part(title: str, rows: Sequence[Row]) -> Table:
     labels = list(dict.fromkeys(s["set"] for r in rows for s in r["shares"]))
-    table = new_table(title, "input", "against", "centre", "margin ≥", *labels, left=("input",))
-    for r in rows:
-        loss = {s["set"]: s["loss"] for s in r["shares"]}
-        cells = [_number(r["centre"]), _number(r["margin"]), *(_number(loss.get(k)) for k in labels)]
-        table.add_row(
-            str(r.get("index", r.get("property"))),
-            str(r["against"] if r["against"] is not None else "–"),
-            *cells,
-        )
-    return [table, "Columns after the margin: what each error set takes from it, first layer to last."]
+    names = [str(r.get("index", r.get("property"))) for r in rows]
+    table = new_table(title, "input", *names, left=("input",))
+    table.add_row("against", *(str(r["against"] if r["against"] is not None else "–") for r in rows))
+    table.add_row("centre", *(_number(r["centre"]) for r in rows), end_section=True)
+    losses = [{s["set"]: s["loss"] for s in r["shares"]} for r in rows]
+    for label in labels:
+        table.add_row(label, *(_number(loss.get(label)) for loss in losses))
+    table.add_section()
+    table.add_row("margin ≥", *(_number(r["margin"]) for r in rows))
+    return table
 
 
 def explain_plot(path: str, title: str, rows: Sequence[Row]) -> None:

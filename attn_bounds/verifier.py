@@ -125,7 +125,8 @@ class Verifier:
             raise InputError(
                 f"the model returns shape {tuple(out.shape)} for batch 1; (1, outputs) is needed"
             )
-        self.outputs, self._flat = out[0].numel(), out.ndim == 2
+        self.output_shape = tuple(out.shape[1:])
+        self.outputs = out[0].numel()
         self._graphs: dict[bool, BoundedModule] = {}
 
     def _wrap(self, module: nn.Module) -> nn.Module:
@@ -199,7 +200,7 @@ class Verifier:
                     **self._choices,
                 )
             wrapped = self.module if module is self._module else self._wrap(module)
-            wrapped = wrapped if self._flat else FlatOutput(wrapped, self.outputs)
+            wrapped = wrapped if len(self.output_shape) == 1 else FlatOutput(wrapped, self.outputs)
             example = torch.zeros((1, *self.input_shape), dtype=self.dtype, device=self.device)
             kind = StockModule if stock else BoundedModule
             graph = kind(wrapped, example, {"attention_relaxation": self.relaxation}, device=self.device)

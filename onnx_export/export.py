@@ -36,7 +36,7 @@ class Exported:
         exporter: "dynamo" or "torchscript".
         operators: how often each operator occurs.
         difference: the largest from torch in onnxruntime, relative to the outputs' size.
-        attention: units that `onnx_export.load` recognises in the file.
+        attention: units that `onnx_export.load` finds in the file; None where that cannot be loaded as it is.
         notes: what stands in the way of loading the file again, if anything; attention that "op23" left.
     """
 
@@ -47,7 +47,7 @@ class Exported:
     outputs: dict[str, list[int | str]]
     operators: dict[str, int]
     difference: float
-    attention: int
+    attention: int | None
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -296,7 +296,8 @@ def _largest_difference(request: _Request, file: Path) -> float:
 def _describe(request: _Request, file: Path, path: Path, exporter: str, gap: float) -> Exported:
     model = ir.load(file)
     operators = _operators(model)
-    units, notes = 0, []
+    units: int | None = None
+    notes = []
     if request.attention == "op23" and (left := operators["Softmax"]):
         notes.append(f"{left} Softmax beside {operators['Attention']} Attention: not written as the operator")
     try:
@@ -304,7 +305,7 @@ def _describe(request: _Request, file: Path, path: Path, exporter: str, gap: flo
         units = len(info.attention)
         notes += [f"{u.op} at {u.node}: {u.why}" for u in info.unsupported]
     except InputError as e:  # it is a good file all the same
-        notes.append(str(e).replace(str(file), path.name))
+        notes.append("to load it: " + str(e).replace(f"{file}: ", ""))
 
     def shapes(values: Sequence[ir.Value]) -> dict[str, list[int | str]]:
         dims = {str(v.name): v.shape or () for v in values}

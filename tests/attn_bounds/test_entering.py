@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attn_bounds import certify
 from attn_bounds.entering import parse_fixed, parse_sizes
 from attn_bounds.errors import InputError
 from onnx_export import Oracle, load
 
-from ..onnx_export.test_entry import language_model
+from ..onnx_export.test_entry import language_model, node
+from ..onnx_export.test_load import graph, save, weight
 from .cli_tools import rows, run
 
 
@@ -44,6 +46,8 @@ def test_integers_are_embedded(tmp_path: Path) -> None:
     ]
     assert [r["margin"] for r in found[0]] == pytest.approx([r["margin"] for r in found[1]])
     assert all(r["status"] == "verified" for r in found[0])
+    alone = certify(model, x[0], y[0], eps=1e-4, method="ibp", attack=False, fix={"attention_mask": 1})
+    assert alone.margin == pytest.approx(found[0][0]["margin"])  # type: ignore[union-attr]
     np.savez(tmp_path / "bad.npz", x=ids + 20, y=y)
     result = run("certify", model, "--data", tmp_path / "bad.npz", "--eps", 1e-4, code=2)
     assert "cannot be embedded" in result.output
@@ -56,3 +60,15 @@ def test_inspect_says_what_was_chosen(tmp_path: Path) -> None:
     (row,) = rows("inspect", model, "--input-node", "words", "--fix", "attention_mask=1")
     assert list(row["inputs"]) == ["w"] and "chosen as the input" in row["chosen"][0]
     assert "embedding of ids" in run("inspect", model, code=0).output
+
+
+def test_labels_of_outputs_with_tokens_are_places_in_them(tmp_path: Path) -> None:
+    nodes = [node("MatMul", ["x", "w"], ["y"])]
+    model = save(
+        graph(nodes, [("x", ["b", 2, 3])], [("y", None)], {"w": weight(0, 3, 4)}), tmp_path / "m.onnx"
+    )
+    np.savez(tmp_path / "d.npz", x=np.ones((1, 2, 3), np.float32), y=[7])
+    for limits in ((), ("--timeout", "60")):
+        options = ("--data", tmp_path / "d.npz", "--eps", 0, "--method", "ibp", "--target", 4, *limits)
+        (row,) = rows("certify", model, *options)
+        assert "shape (2, 4); labels and targets are places in it, 0 to 7" in row["note"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import attn_bounds
 from attn_bounds import (
+    BoundedModule,
     InputError,
     InputSet,
     UnsupportedModelError,
@@ -79,6 +82,8 @@ def test_errors_name_the_class() -> None:
         load(Attention())
     with pytest.raises(UnsupportedModelError, match=r"^Sine: 1 unsupported nodes: Sin at"):
         load(Sine(), X)
+    with pytest.raises(UnsupportedModelError, match=r"^Attention: .*attn_bounds\.load"):
+        BoundedModule(Attention(), X)
     with pytest.raises(InputError, match=r"^Attention fails on an input of shape \(1, 5\)"):
         load(Attention(), torch.zeros(1, 5))
     assert not left_over()
@@ -98,5 +103,26 @@ def test_certify_a_module() -> None:
     assert limited.margin == pytest.approx(margins["crown"], rel=1e-5)  # type: ignore[union-attr]
     falsified = certify(model, X, label, eps=10.0, method="ibp")
     assert falsified.status == "falsified" and falsified.model_sha256 == ""  # type: ignore[union-attr]
-    assert certified_radius(model, X, label, method="ibp").radius > 0.0
+    assert certified_radius(model, X, np.int64(label), method="ibp").radius > 0.0
     assert not left_over()
+
+
+def test_labels_of_any_integer_type(digits: Path) -> None:
+    options: dict[str, Any] = {"eps": 1e-3, "method": "ibp", "attack": False}
+    shape = load(digits).input_shape
+    x = np.zeros((2, *shape), np.float32)
+    margins = [
+        certify(digits, x[0], y, **options).margin  # type: ignore[arg-type, union-attr]
+        for y in (3, np.int64(3), torch.tensor(3), np.array(3))
+    ]
+    assert len(set(margins)) == 1
+    for labels in ([3, 3], np.array([3, 3]), torch.tensor([3, 3])):
+        found = certify(digits, x, labels, **options)  # type: ignore[arg-type]
+        assert [c.margin for c in found] == pytest.approx([margins[0]] * 2)  # type: ignore[union-attr]
+    for bad in (1.5, "3", None, [[3]], [[3], [3, 4]]):
+        with pytest.raises(InputError, match="an integer is needed"):
+            certify(digits, x[0], bad, **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="x is no tensor"):
+        certify(digits, "x", 3, **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="one input and one label"):
+        certified_radius(digits, x, [3, 3], method="ibp")  # type: ignore[arg-type]
