@@ -137,9 +137,9 @@ class BoundedModule(LirpaModule):
         with lirpa.tracing(), lirpa.default_dtype(example.dtype), torch.no_grad():
             try:
                 super().__init__(model.eval(), global_input, opts, device, verbose, ops)
-            except NotImplementedError as e:
+            except (NotImplementedError, TypeError) as e:  # the latter from operators it takes for others
                 raise UnsupportedModelError(
-                    f"{type(model).__name__}: {first_line(e)} (named in its log); torch modules are "
+                    f"{type(model).__name__}: {first_line(e)} (auto_LiRPA); torch modules are "
                     "taken apart by attn_bounds.load(module, example), which returns one to use here"
                 ) from e
             if self._nonlinear_on_input():
