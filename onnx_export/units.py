@@ -42,6 +42,10 @@ class Attention:
     causal: bool = False
 
 
+# A constant in place of a score excludes the key if no other score of the query is as low.
+REPLACED = -1e8
+
+
 class NoUnit(Exception):
     """Why a Softmax is no attention unit."""
 
@@ -265,6 +269,15 @@ def _factors(factor: np.ndarray, mask: np.ndarray | None, rank: int, swapped: bo
             factor, hidden, rows = np.broadcast_arrays(factor, mask <= FULLY_MASKED, top > FULLY_MASKED)
             if not np.all((hidden & (rows | dead))[factor == 0.0]):
                 raise NoUnit("some of its scores are replaced by a constant")
+            # a score that is replaced does not depend on what it was, as one that is lowered does
+            replaced = (factor == 0.0) & ~dead
+            mask = np.broadcast_to(mask, replaced.shape)
+            if np.any(replaced) and mask[replaced].max() > REPLACED:
+                raise NoUnit(
+                    f"scores are replaced by {mask[replaced].max():g}, which others may fall below; "
+                    "-inf excludes a key"
+                )
+            mask = np.where(replaced, -np.inf, mask)
             kept = factor[factor != 0.0]
             if kept.size and np.all(kept == kept[0]):
                 factor = np.full((1,) * rank, kept[0])

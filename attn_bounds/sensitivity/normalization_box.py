@@ -220,7 +220,8 @@ class Box(NamedTuple):
 
     Attributes:
         centre, half: of the box. z: centred centre. lower, upper: range of the entries.
-        w_low, w_high: range of 1/s'. below, above: (value at the centre, slope along z·δ) of planes of w.
+        w_low, w_high: range of 1/s'. below, above: planes of w, (value at the centre, slope over w_high);
+            cubes of 1/s' leave the range of float32 before anything else does.
     """
 
     centre: Tensor
@@ -283,10 +284,11 @@ def box(
     centre, half, z = _middle(low.double(), high.double(), centred)
     w_low, w_high = v_high.rsqrt() * (1.0 - 4 * EPS), v_low.rsqrt() * (1.0 + 4 * EPS)
     far = own + square.most
-    below = far.rsqrt() * (1.0 - 4 * EPS), -far.rsqrt() / (far * d)
     root_low, root_high = v_low.sqrt(), v_high.sqrt()
+    tangent = -(far.rsqrt() / w_high) / (far * d)
     chord = -1.0 / (root_low * root_high * (root_low + root_high))
-    above = w_high + chord * (own - v_low), 2.0 * chord / d
+    below = far.rsqrt() * (1.0 - 4 * EPS), tangent * z
+    above = w_high + chord * (own - v_low), 2.0 * chord / d / w_high * z
     return Box(centre, half, z, lower, upper, w_low, w_high, below, above, centred)
 
 
@@ -332,10 +334,12 @@ def product_planes(a: Tensor, b: Box, part: Tensor) -> TokenPlanes:
     free, at, reach = _product(a, b)
     value, pi = _value(b, at, reach, part)
     omega = part * _part(b.w_low, a) + (1.0 - part) * _part(b.w_high, a)
-    along = torch.where(pi >= 0, _part(b.below[1], a), _part(b.above[1], a))
-    slope = omega.unsqueeze(-1) * free + (pi * along).unsqueeze(-1) * b.z.to(a.dtype)
+    along = torch.where(pi.unsqueeze(-1) >= 0, b.below[1].to(a.dtype), b.above[1].to(a.dtype))
+    slope = omega.unsqueeze(-1) * free + (pi * _part(b.w_high, a)).unsqueeze(-1) * along
     size = (a.abs() * (b.z.abs() + b.half).to(a.dtype)).sum(-1)
     rounding = 16 * torch.finfo(a.dtype).eps * (omega * size + pi.abs() * _part(b.w_high, a))
+    if b.centred:  # z is what is left of the centre
+        rounding = rounding + 4 * EPS * omega * (a.abs() * b.centre.abs().to(a.dtype)).sum(-1)
     return TokenPlanes(slope, value - rounding)
 
 

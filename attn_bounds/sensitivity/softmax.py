@@ -16,8 +16,9 @@ from ..errors import InputError
 
 # With every key of a query masked so far float32 forgets the scores, and the result depends on the dtype.
 FULLY_MASKED = -1e4
-# What −inf in a mask becomes: e to this power is 0 in every precision, and 0 times it is not NaN.
-MASKED = -1e9
+# What −inf in a mask becomes: e to this power is 0 in every precision, whatever score it is added to, and 0
+# times it is not NaN.
+MASKED = -1e30
 ROUNDING = 16.0  # units in the last place granted to one short chain of operations
 
 

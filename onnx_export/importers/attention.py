@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_bounds.sensitivity.softmax import FULLY_MASKED
+from attn_bounds.sensitivity.softmax import FULLY_MASKED, MASKED
 
 from .. import ops
 from .context import Context, Function, Unsupported
@@ -14,8 +14,8 @@ def attention_scores(ctx: Context) -> Function:
     mask = ctx.optional(2)
     if mask is not None and bool((mask <= FULLY_MASKED).all(-1).any()):
         raise Unsupported("the mask excludes every key of some query")
-    # −inf would turn into NaN as soon as it is multiplied by a zero coefficient; e^−1e9 is 0 all the same.
-    get = (lambda: None) if mask is None else ctx.parameter(ctx.unbatched(mask).clamp(min=-1e9))
+    # −inf would turn into NaN as soon as it is multiplied by a zero coefficient.
+    get = (lambda: None) if mask is None else ctx.parameter(ctx.unbatched(mask).clamp(min=MASKED))
     query, key = ctx.constants[:2]
     if query is not None:  # learned queries
         get_q = ctx.parameter(ctx.unbatched(query))

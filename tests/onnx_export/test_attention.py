@@ -110,7 +110,6 @@ CORES: dict[str, Case] = {
     "added lowest": (added(torch.finfo(torch.float32).min), {"masked": True, "causal": True}),
     "filled -inf": (filled(float("-inf")), {"masked": True, "causal": True}),
     "filled -1e9": (filled(-1e9), {"masked": True, "causal": True}),
-    "filled -10000": (filled(-1e4), {"masked": True, "causal": True}),
     "where": (
         lambda q, k, v: torch.where(KEEP, q @ turned(k), torch.tensor(-1e30)).mul(0.5).softmax(-1) @ v,
         {"masked": True},
@@ -336,6 +335,16 @@ def test_a_lowered_row_is_not_an_excluded_one(tmp_path: Path) -> None:
     expect(checked(path).info.attention, {"masked": True})
 
 
+@pytest.mark.parametrize("value, size", [(-1e4, 300.0), (float("-inf"), 1e7)])
+def test_what_is_masked_stays_so_for_large_scores(tmp_path: Path, value: float, size: float) -> None:
+    """A score in place of another one does not depend on it, and nothing makes up for −inf."""
+    layer = Layer(filled(value)).double()
+    points = torch.randn(2, TOKENS, 8, generator=torch.Generator().manual_seed(2)).double()
+    module = load(exported(layer, tmp_path / "m.onnx", 17, points=points), dtype=torch.float64)
+    expected = layer(size * points)
+    assert torch.allclose(module(size * points), expected, rtol=0.0, atol=1e-6 * float(expected.abs().max()))
+
+
 def talking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mix = torch.tensor([[0.8, 0.2], [-0.3, 1.1]])
     return torch.einsum("gh,bhij->bgij", mix, q @ turned(k)).softmax(-1) @ v
@@ -359,6 +368,7 @@ def talking_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lambda q, k, v: torch.where(KEEP, q @ turned(k), torch.tensor(-3.0)).softmax(-1) @ v,
             "by a constant",
         ),
+        (filled(-1e4), "others may fall below"),
         (
             lambda q, k, v: (
                 (-((q.unsqueeze(3) - k.unsqueeze(2)) ** 2).sum(-1) * torch.arange(1.0, 6.0)[:, None]).softmax(
@@ -385,6 +395,7 @@ def talking_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         "sum",
         "wrong axis",
         "weak replacement",
+        "strong replacement",
         "scaled distances",
         "uniform row",
         "one product",

@@ -141,3 +141,20 @@ def test_planes_tend_to_the_jacobian(centred: bool) -> None:
         assert ((plane.slope[:, 0] - a[:, 0] @ jacobian).abs() <= 30 * size).all()
         losses.append(float(((a * normalize(x, 1e-5, centred)).sum(-1) - plane.value).max()) / size**2)
     assert max(losses) < 20 and min(losses) >= 0, losses
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("size", [1e-15, 1e15, 1e18])
+def test_planes_in_single_precision_hold_for_inputs_of_any_size(centred: bool, size: float) -> None:
+    """The cube of 1/s is out of the range of float32 long before the inputs are."""
+    centre, half = size * tensor(5, 40, 1, 4), 0.1 * size * tensor(6, 40, 1, 4).abs()
+    low, high = (centre - half).float(), (centre + half).float()
+    eps, a = 1e-3 * size**2, tensor(7, 6, 1, 1, 4).float()
+    own = box(low, high, eps, centred)
+    planes = product_planes(a, own, best_part(a, own))
+    x = torch.stack([low + (high - low) * k / 8 for k in range(9)]).double()
+    moved = (planes.slope.double()[None] * (x - own.centre)[:, None]).sum(-1)
+    true = (a.double() * normalize(x, eps, centred)[:, None]).sum(-1)
+    assert bool((planes.value.double() + moved <= true + 1e-6).all())
+    near = planes.value.double() - (a.double() * normalize(own.centre, eps, centred)).sum(-1)
+    assert float(near.median()) > -0.5
