@@ -58,15 +58,15 @@ class Session:
         return f"{self.model}: {what}"
 
     def note(self) -> str:
-        """What became of the properties' boxes when balls were asked for, or what labels count; or ""."""
-        if self.items[0].prop is None:
-            shape, n = self.jobs.output_shape, self.jobs.outputs
-            flat = (
-                f"the output has shape {shape}; labels and targets are places in it, 0 to {n - 1}, flattened"
-            )
-            return flat if len(shape) > 1 else ""
-        name = report.norm_name(self.norm)
-        return f"each property's box is replaced by the {name} ball around its centre"
+        """What balls are over, what labels count, and what becomes of the boxes of properties; or ""."""
+        shape, n = self.jobs.output_shape, self.jobs.outputs
+        words = list(self.jobs.chosen)
+        if self.items[0].prop is not None:
+            name = report.norm_name(self.norm)
+            words.append(f"each property's box is replaced by the {name} ball around its centre")
+        elif len(shape) > 1:
+            words.append(f"the output has shape {shape}; labels are places in it, 0 to {n - 1}")
+        return "; ".join(words)
 
 
 @contextlib.contextmanager
@@ -344,6 +344,8 @@ def explain(*, eps: float | None, plot: Path | None, **options: Any) -> None:
         what = "VNN-LIB properties" if eps is None else f"{report.norm_name(s.norm)} balls of radius {eps:g}"
         title = s.title(f"{what}, where the margin of method sensitivity goes")
         s.out.show(*report.explain_table(title, s.out.rows))
+        if note:
+            s.out.show(f"note: {note}")
         if plot is not None:
             report.explain_plot(str(plot), title, s.out.rows)
 

@@ -74,7 +74,7 @@ class Jobs:
     def __init__(self, verifier: Verifier, report: Callable[[Any], None] | None = None) -> None:
         self.verifier, self.report = verifier, report
         self.input_shape, self.output_shape = verifier.input_shape, verifier.output_shape
-        self.outputs = verifier.outputs
+        self.outputs, self.chosen = verifier.outputs, verifier.chosen
 
     def _sets(
         self,

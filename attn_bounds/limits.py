@@ -67,7 +67,7 @@ def _child(connection: Connection, model: str, threads: int, kwargs: dict[str, A
         except Exception as e:
             failed(e)
             return
-        send("ready", (jobs.input_shape, jobs.output_shape))
+        send("ready", (jobs.input_shape, jobs.output_shape, jobs.chosen))
         while True:
             name, arguments = pickle.loads(connection.recv_bytes())
             try:
@@ -120,7 +120,7 @@ class LimitedVerifier:
         self.timeout, self.memory = check_timeout(timeout), parse_memory(memory)
         self.kwargs["memory"] = self.memory
         self._child: Child | None = None
-        self._shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._found: tuple[tuple[int, ...], tuple[int, ...], list[str]] | None = None
 
     def __enter__(self) -> LimitedVerifier:
         return self
@@ -137,26 +137,31 @@ class LimitedVerifier:
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Of one sample; loads the model. Raises InputError also when a limit does not let it load."""
-        return self._shapes()[0]
+        return self._loaded()[0]
 
     @property
     def output_shape(self) -> tuple[int, ...]:
         """As `input_shape`."""
-        return self._shapes()[1]
+        return self._loaded()[1]
 
     @property
     def outputs(self) -> int:
         """Number of outputs; as `input_shape`."""
         return math.prod(self.output_shape)
 
-    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if self._shape is None:
+    @property
+    def chosen(self) -> list[str]:
+        """How the file is entered, in words; as `input_shape`."""
+        return self._loaded()[2]
+
+    def _loaded(self) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
+        if self._found is None:
             try:
                 self._start()
             except Stopped as e:
                 raise InputError(f"{self.model}: {e}") from None
-        assert self._shape is not None
-        return self._shape
+        assert self._found is not None
+        return self._found
 
     def prepare(self, method: str) -> None:
         """Nothing: the child prepares what a job needs before its clock starts."""
@@ -248,7 +253,7 @@ class LimitedVerifier:
         self.close()
         self._child = Child(_child, self.model, torch.get_num_threads(), self.kwargs, memory=self.memory)
         try:
-            _, self._shape = next(self._messages(LOAD_SECONDS, " while the model was loaded"))
+            _, self._found = next(self._messages(LOAD_SECONDS, " while the model was loaded"))
         except BaseException:
             self.close()
             raise

@@ -102,6 +102,7 @@ class Verifier:
         self.oracle: Any = None
         self.head = self.model_sha256 = ""
         self.path: Path | None = None
+        self.chosen: list[str] = []  # how the file is entered, in words
         if isinstance(model, nn.Module):
             own: Any = getattr(model, "input_shape", None) if input_shape is None else input_shape
             if own is None:
@@ -115,6 +116,7 @@ class Verifier:
             loaded = onnx_export.load(self.path, dtype=dtype, logits=logits, **self._choices)
             self._module, self.input_shape = loaded, loaded.input_shape
             self.head, self.model_sha256 = loaded.info.head, loaded.info.sha256
+            self.chosen = loaded.info.chosen
             self.oracle = onnx_export.Oracle(self.path, **self._choices)
         self._scaling = (mean, std) if mean is not None or std is not None else None
         self.module = self._wrap(self._module)

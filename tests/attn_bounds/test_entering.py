@@ -46,6 +46,7 @@ def test_integers_are_embedded(tmp_path: Path) -> None:
     ]
     assert [r["margin"] for r in found[0]] == pytest.approx([r["margin"] for r in found[1]])
     assert all(r["status"] == "verified" for r in found[0])
+    assert "the embedding of ids" in found[0][0]["note"] and "fixed to ones" in found[0][0]["note"]
     alone = certify(model, x[0], y[0], eps=1e-4, method="ibp", attack=False, fix={"attention_mask": 1})
     assert alone.margin == pytest.approx(found[0][0]["margin"])  # type: ignore[union-attr]
     np.savez(tmp_path / "bad.npz", x=ids + 20, y=y)
@@ -71,4 +72,4 @@ def test_labels_of_outputs_with_tokens_are_places_in_them(tmp_path: Path) -> Non
     for limits in ((), ("--timeout", "60")):
         options = ("--data", tmp_path / "d.npz", "--eps", 0, "--method", "ibp", "--target", 4, *limits)
         (row,) = rows("certify", model, *options)
-        assert "shape (2, 4); labels and targets are places in it, 0 to 7" in row["note"]
+        assert "shape (2, 4); labels are places in it, 0 to 7" in row["note"]
