@@ -286,6 +286,14 @@ class Verifier:
         if any(s.norm != norm for s in inputs) or len({len(s.A) for s in specs}) != 1:
             raise ValueError("inputs of one batch share the norm, and specifications their number of rows")
         begin = time.perf_counter()
+        radii = {s.to(self.dtype).eps for s in inputs} if norm != math.inf else set()
+        if len(radii) > 1 and method not in SENSITIVITY_METHODS:
+            # auto_LiRPA's intervals broadcast radii over whatever axis has the length of the batch
+            alone = [
+                [*self.row_passes([i], [s], method, deadline)] for i, s in zip(inputs, specs, strict=True)
+            ]
+            yield method, torch.cat([rows for ((_, rows, _),) in alone]), time.perf_counter() - begin
+            return
         bounded, x = self._bounded(inputs)
         functionals = torch.stack([s.A for s in specs]).to(x)
         with torch.no_grad():

@@ -164,6 +164,19 @@ def test_batch_equals_loop(vit: Verifier) -> None:
 # -- specifications -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["ibp", "crown", "stock-ibp", "stock-crown"])
+def test_radii_of_a_batch_belong_to_its_inputs(method: str) -> None:
+    """As many inputs as tokens: a radius must not be taken for one of a token."""
+    generator = torch.Generator().manual_seed(4)
+    module = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(15, 2)).double()
+    verifier = Verifier(module, input_shape=(3, 4), dtype=torch.float64)
+    points = torch.randn(3, 1, 3, 4, generator=generator).double()
+    sets = [InputSet.ball(x, 2.0, eps) for x, eps in zip(points, (0.5, 0.05, 0.005), strict=True)]
+    specs = [Specification.classification(0, 2)] * 3
+    alone = [verifier.row_bounds([i], [s], method) for i, s in zip(sets, specs, strict=True)]
+    assert torch.allclose(verifier.row_bounds(sets, specs, method), torch.cat(alone))
+
+
 def test_targets_are_those_rows(linear: tuple[Verifier, np.ndarray, np.ndarray]) -> None:
     verifier, _, _ = linear
     x = torch.linspace(-1, 1, 5)
