@@ -127,7 +127,7 @@ def test_time_limit_keeps_the_stages_that_finished(sabotaged: Callable[[str], Pa
         ball, spec = inside.ball(X, 2.0, 1e-3), inside.specification(int(inside.module(X[None]).argmax()))
         wide = inside.ball(X, 2.0, 3.0)
         prop = Property("p", ((ball, spec), (wide, spec)))
-        c = v.certify_property(prop, method="auto", attack=False)
+        c = v.certify_property(prop, method="auto", attack=False, split=False)
         assert c.status == "unknown" and c.reason == "time limit of 1.5 s passed during alpha-crown"
         assert not psutil.pid_exists(pid)
 

@@ -69,7 +69,7 @@ def test_verdicts_and_results_files(files: Files, tmp_path: Path) -> None:
     result = tmp_path / "result.txt"
     (row,) = rows("verify", files.model, "--vnnlib", files.vnnlib(0.01), "--results-file", result)
     assert row["property"] == "width_0.01" and row["status"] == "unsat" and row["margin"] > 0
-    assert row["witness"] is None and row["method"] and 0 < row["seconds"] < 100
+    assert row["witness"] is None and row["method"] and row["seconds"] > 0
     assert result.read_text() == "unsat\n"
     # a file that cannot be written does not cost the verdict
     missing = tmp_path / "missing" / "r"
