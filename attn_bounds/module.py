@@ -331,7 +331,8 @@ class BoundedModule(LirpaModule):
         if norm == math.inf:
             lower = value - ptb.eps if ptb.x_L is None else ptb.x_L
             upper = value + ptb.eps if ptb.x_U is None else ptb.x_U
-            value, radius = (lower + upper) / 2, (upper - lower) / 2
+            value = (lower + upper) / 2
+            radius = torch.maximum(upper - value, value - lower)  # the centre is rounded
         else:
             radius = torch.as_tensor(ptb.eps, dtype=value.dtype).reshape(-1).expand(batch)
             if (given := getattr(ptb, "limits", None)) is not None:

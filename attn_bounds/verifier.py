@@ -50,6 +50,19 @@ def check_method(method: str) -> str:
     return method
 
 
+def _kept_by_rounding(lower: Tensor, upper: Tensor) -> list[Tensor]:
+    """A float32 box whose middle and half width, as auto_LiRPA computes them, still cover the given one."""
+    low, high = lower, upper
+    for _ in range(4):
+        middle, half = ((high + low) / 2).double(), ((high - low) / 2).double()
+        below, above = middle - half > lower.double(), middle + half < upper.double()
+        if not bool((below | above).any()):
+            break
+        low = torch.where(below, torch.nextafter(low, torch.full_like(low, -math.inf)), low)
+        high = torch.where(above, torch.nextafter(high, torch.full_like(high, math.inf)), high)
+    return [low, high]
+
+
 class Verifier:
     """One model, ready to certify many inputs: modules and auto_LiRPA graphs are built once per method.
 
@@ -355,6 +368,7 @@ class Verifier:
         x = torch.cat([s.center for s in sets]).to(self.device)
         if norm == math.inf:
             limits = [torch.cat([getattr(s, n) for s in sets]).to(self.device) for n in ("lower", "upper")]
+            limits = _kept_by_rounding(*limits)
             x = (limits[0] + limits[1]) / 2
             ptb = lirpa.perturbation(norm, None, *limits)
         else:

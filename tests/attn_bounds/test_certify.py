@@ -164,6 +164,22 @@ def test_batch_equals_loop(vit: Verifier) -> None:
 # -- specifications -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["ibp", "crown", "sensitivity"])
+def test_a_box_between_two_neighbouring_numbers_keeps_both(method: str) -> None:
+    """In float32 its middle is one of its ends."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(2, 1))
+    with torch.no_grad():
+        module[1].weight.copy_(torch.tensor([[1.0, 0.0]]))
+        module[1].bias.fill_(-(2.0**17))
+    verifier = Verifier(module, input_shape=(2,))
+    for first in (2.0**17, 2.0**17 + 2.0**-6):
+        lower = torch.full((1, 2), first)
+        upper = torch.nextafter(lower, lower + 1.0)
+        spec = Specification(torch.tensor([[1.0], [-1.0]]), torch.zeros(2), ((0,), (1,)))
+        found = verifier.row_bounds([InputSet.box(lower, upper)], [spec], method)[0]
+        assert found[0] <= float(module(lower)) and -found[1] >= float(module(upper))
+
+
 @pytest.mark.parametrize("method", ["ibp", "crown", "stock-ibp", "stock-crown"])
 def test_radii_of_a_batch_belong_to_its_inputs(method: str) -> None:
     """As many inputs as tokens: a radius must not be taken for one of a token."""
