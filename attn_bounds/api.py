@@ -57,8 +57,9 @@ def certify(
         model: ONNX file, torch module, or a `Verifier` (then dtype, device, mean, std, and how the file is
             entered, are its own). A torch module is exported and loaded for each call: for many calls
             `Verifier(load(module, x))` does that once.
-        x: (*input) or (1, *input) with an integer label, or (batch, *input) with a sequence of labels.
-        label: class of x; for a model with one output 0 or 1.
+        x: (*input) or (1, *input) with an integer label, or (batch, *input) with a sequence of labels. Behind
+            the embedding where the file takes integers: `onnx_export.Oracle(path).embed(ids)` gives it.
+        label: class of x; for a model with one output 0 or 1; a place in the flattened output with tokens.
         norm: 1, 2 or inf. eps: radius in the units of x, or in pixel units where mean/std are given.
         method: one of `METHODS`.
         targets: certify against these classes only. top_k: the label stays among the k largest.

@@ -504,8 +504,8 @@ def explain(
     """Which layer takes how much of the certified margin.
 
     Method sensitivity keeps one error set per layer: the input (the linear part,
-    exact), the second-order remainder of each attention, the relaxation of each
-    ReLU. This prints what each takes from the margin that decides.
+    exact), the second-order remainder of each attention and normalisation, the
+    relaxation of each activation. This prints what each takes from the margin that decides.
 
     [bold]Example[/bold]
 
