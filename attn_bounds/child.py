@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,19 @@ class Stopped(Exception):
     """The child was killed or died, or passed a limit; says why."""
 
 
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Children that start in here do not run the script of this process again."""
+    main = sys.modules["__main__"]
+    saved = {n: getattr(main, n) for n in ("__file__", "__spec__") if hasattr(main, n)}
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(saved)
+
+
 class Child:
     """A running child.
 
@@ -35,9 +49,8 @@ class Child:
         arguments: of the target, picklable.
         memory: bytes of resident memory of the whole child, looked at every `POLL` seconds; or None.
         may_start_others: whether the child may have children; kill it before this process ends.
-
-    A script that uses this must start its work below `if __name__ == "__main__":`, as everywhere with
-    multiprocessing's "spawn".
+        needs_main: whether the arguments may be of classes of the script. Then that script must start its
+            work below `if __name__ == "__main__":`, as everywhere with multiprocessing's "spawn".
     """
 
     def __init__(
@@ -46,6 +59,7 @@ class Child:
         *arguments: Any,
         memory: float | None = None,
         may_start_others: bool = False,
+        needs_main: bool = True,
     ) -> None:
         self.memory = memory
         context = multiprocessing.get_context("spawn")
@@ -53,7 +67,7 @@ class Child:
         if isinstance(target, str):
             arguments, target = (target, *arguments), _call
         self.process = context.Process(target=target, args=(theirs, *arguments), daemon=not may_start_others)
-        with _no_interrupt():
+        with _no_interrupt(), contextlib.nullcontext() if needs_main else _main_hidden():
             self.process.start()
         theirs.close()  # so that the child's death shows as the end of the pipe
 

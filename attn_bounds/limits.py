@@ -251,7 +251,8 @@ class LimitedVerifier:
         if self._child is not None and self._child.process.is_alive():
             return
         self.close()
-        self._child = Child(_child, self.model, torch.get_num_threads(), self.kwargs, memory=self.memory)
+        arguments = (self.model, torch.get_num_threads(), self.kwargs)
+        self._child = Child(_child, *arguments, memory=self.memory, needs_main=False)
         try:
             _, self._found = next(self._messages(LOAD_SECONDS, " while the model was loaded"))
         except BaseException:

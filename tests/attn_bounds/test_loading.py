@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,15 @@ def test_labels_of_any_integer_type(digits: Path) -> None:
         certify(digits, "x", 3, **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="one input and one label"):
         certified_radius(digits, x, [3, 3], method="ibp")  # type: ignore[arg-type]
+
+
+def test_limits_in_a_script_without_a_main_guard(digits: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import attn_bounds, numpy\n"
+        f"x = numpy.zeros({load(digits).input_shape}, numpy.float32)\n"
+        f"found = attn_bounds.certify({str(digits)!r}, x, 3, eps=1e-4, method='ibp', timeout=60)\n"
+        "print(found.margin)"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() != "None" and "Traceback" not in done.stderr
