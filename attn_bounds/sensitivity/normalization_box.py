@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 EPS = torch.finfo(torch.float64).eps
+SQUARES = 1e150  # squares of larger numbers, and their sums, may leave float64
 
 
 def normalize(x: Tensor, eps: float, centred: bool) -> Tensor:
@@ -68,6 +69,8 @@ def value_range(low: Tensor, high: Tensor, eps: float, centred: bool) -> tuple[T
         lo, u = lo - EPS * lo.abs(), u + EPS * u.abs()
     largest = _largest_centred if centred else _largest_plain
     upper, lower = largest(lo, u, eps), -largest(-u, -lo, eps)
+    large = torch.maximum(lo.abs(), u.abs()).amax(-1, keepdim=True) > SQUARES  # ‖f‖₂ ≤ √d is what is known
+    upper, lower = (torch.where(large, s * lo.shape[-1] ** 0.5, t) for s, t in ((1.0, upper), (-1.0, lower)))
     room = 2.0 * torch.finfo(dtype).eps
     upper, lower = upper + room * upper.abs(), lower - room * lower.abs()
     return torch.where(known, lower, torch.nan).to(dtype), torch.where(known, upper, torch.nan).to(dtype)

@@ -158,3 +158,15 @@ def test_planes_in_single_precision_hold_for_inputs_of_any_size(centred: bool, s
     assert bool((planes.value.double() + moved <= true + 1e-6).all())
     near = planes.value.double() - (a.double() * normalize(own.centre, eps, centred)).sum(-1)
     assert float(near.median()) > -0.5
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_where_squares_overflow_the_length_is_what_is_known(centred: bool) -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0]], dtype=torch.float64)
+    for size in (1e155, 1e300):
+        low, high = value_range(
+            size * x - 0.2 * size * x.abs(), size * x + 0.2 * size * x.abs(), 1e-5, centred
+        )
+        exact = normalize(x, 0.0, centred)
+        assert (low <= exact).all() and (exact <= high).all()
+        assert (high <= 3**0.5 * (1 + 1e-9)).all() and (low >= -(3**0.5) * (1 + 1e-9)).all()
