@@ -324,6 +324,9 @@ def verify(
         Path,
         typer.Option(metavar="F", rich_help_panel=_IN, help="VNN-LIB property (1.0 or 2.0), .gz or not."),
     ],
+    shape: Shape = None,
+    fix: Fix = None,
+    input_node: InputNode = None,
     timeout: Annotated[
         float | None,
         typer.Option(

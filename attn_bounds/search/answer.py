@@ -26,6 +26,7 @@ class Job:
         deadline: `time.time()` after which nothing new is begun, or None.
         threads: of torch, None for its choice. dtype: "float32" or "float64".
         memory: bytes, or None. boundary: as in `Verifier`. options: of `engine.prove`.
+        entry: `shape`, `fix` and `input_node` of `Verifier`, where they are given.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Job:
     memory: float | None = None
     boundary: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    entry: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -42,6 +42,7 @@ def verify(
     threads: int | None = None,
     dtype: str = "float32",
     boundary: bool = False,
+    entry: dict[str, Any] | None = None,
     **options: Any,
 ) -> Answer:
     """The answer to one property, at the latest when the time limit passes.
@@ -51,6 +52,7 @@ def verify(
         memory: "4GB" or bytes, of the process that computes.
         threads: of torch; default torch's choice, all cores.
         boundary: as in `Verifier`. options: as in `engine.prove`.
+        entry: `shape`, `fix` and `input_node` of `Verifier`, by name.
 
     Raises:
         InputError: bad files or options.
@@ -68,7 +70,16 @@ def verify(
         deadline = time.time() + left - (RESERVE[0] * timeout + RESERVE[1])
     with tempfile.TemporaryDirectory(prefix="attn-bounds-") as folder:
         job = Job(
-            _unpacked(model, folder), str(vnnlib), folder, deadline, threads, dtype, limit, boundary, options
+            _unpacked(model, folder),
+            str(vnnlib),
+            folder,
+            deadline,
+            threads,
+            dtype,
+            limit,
+            boundary,
+            options,
+            entry or {},
         )
         answer = _watch(job, left, timeout)
     if answer.status == "unknown" and deadline is not None and time.time() >= deadline:
@@ -141,7 +152,16 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
 
 
 def run(
-    model: Path, vnnlib: Path, *, results_file: Path | None, as_json: bool, started: float, **options: Any
+    model: Path,
+    vnnlib: Path,
+    *,
+    results_file: Path | None,
+    as_json: bool,
+    started: float,
+    shape: list[str] | None = None,
+    fix: list[str] | None = None,
+    input_node: str | None = None,
+    **options: Any,
 ) -> int:
     """`attn-bounds verify`: print the answer, write the results file; returns the exit code.
 
@@ -150,7 +170,12 @@ def run(
     name = Job("", str(vnnlib), "").name
     with ending_on_signals() as ignore:
         try:
-            answer = verify(model, vnnlib, started=started, **options)
+            entry = None
+            if shape or fix or input_node:
+                from ..entering import choices
+
+                entry = choices(shape, fix, input_node)
+            answer = verify(model, vnnlib, started=started, entry=entry, **options)
             ignore()
             code = 1 if answer.status == "error" else 0
         except InputError as e:

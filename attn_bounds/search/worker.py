@@ -75,7 +75,9 @@ def load(job: Job) -> tuple[Verifier, Property]:
     options: dict[str, Any] = {"logits": False, "dtype": dtype}
     options |= {"memory": job.memory, "boundary": job.boundary}
     model, sizes = job.model, []
-    if max(joined.counts(model)) > 1:
+    if job.entry:
+        options |= job.entry
+    elif max(joined.counts(model)) > 1:
         target = os.path.join(job.scratch, f"joined-{os.getpid()}.onnx")
         with contextlib.suppress(UnsupportedModelError):  # masks, say: the verifier knows the usual ones
             sizes = joined.join(job.model, target)
@@ -85,7 +87,8 @@ def load(job: Job) -> tuple[Verifier, Property]:
     except InputError as e:
         raise type(e)(str(e).replace(str(model), job.model)) from None
     original = joined.Original(job.model)
-    if original.size == math.prod(verifier.input_shape):  # not of a file with a fixed batch
+    # not of a file with a fixed batch, nor where bounds are over something else than its input
+    if not job.entry and original.size == math.prod(verifier.input_shape):
         verifier.oracle = original
     prop = read_vnnlib(job.vnnlib, verifier.input_shape, verifier.outputs)
     found = [math.prod(v.shape) for v in prop.inputs]

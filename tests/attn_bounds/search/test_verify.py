@@ -78,6 +78,21 @@ def test_verdicts_and_results_files(files: Files, tmp_path: Path) -> None:
     assert f"{missing}: cannot be written" in out.stderr
 
 
+def test_a_property_of_values_inside_the_model(tmp_path: Path) -> None:
+    """`--input-node`: the last linear layer of the bundled model, whose outputs are then 32 numbers away."""
+    prop, width = tmp_path / "inside.vnnlib", 32
+    lines = [
+        f"(declare-const X_{i} Real)(assert (<= X_{i} 0.0))(assert (>= X_{i} 0.0))" for i in range(width)
+    ]
+    lines += [f"(declare-const Y_{j} Real)" for j in range(10)]
+    for sign, status in ((">=", "unsat"), ("<=", "sat")):  # all inputs are 0: the logits are the bias
+        prop.write_text("\n".join([*lines, f"(assert ({sign} Y_0 1000.0))"]))
+        (row,) = rows("verify", DIGITS, "--vnnlib", prop, "--input-node", "/ReduceMean_output_0")
+        assert row["status"] == status, row["reason"]
+    out = run("verify", DIGITS, "--vnnlib", prop, "--input-node", "nothing", code=2)
+    assert "nothing" in out.stderr and out.stdout.splitlines()[0] == "error"
+
+
 def test_witness_in_the_form_of_version_1(files: Files, tmp_path: Path) -> None:
     result = tmp_path / "result.txt"
     job = Job(str(files.model), str(files.vnnlib(5.0)), str(tmp_path))
