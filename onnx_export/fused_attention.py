@@ -131,6 +131,18 @@ def _padding(b: Lowering, mask: ir.Value | None, key: ir.Value) -> list[ir.Value
     return [b.op("Where", b.op("Greater", _range(b, _size(b, key, 2)), last), low, 0.0)]
 
 
+def _masked(
+    b: Lowering, query: ir.Value, key: ir.Value, value: ir.Value, padding: ir.Value | None
+) -> Results:
+    """onnxruntime's operators once heads are split: padding, an added mask as input 5, causal or not."""
+    masks = _padding(b, padding, key)
+    if (added := b.given(5)) is not None:
+        masks.append(added)
+    if b.integer("unidirectional", 0) == 1:
+        masks.append(_causal(b, query, key, aligned_right=True))
+    return {0: _merge_heads(b, _attend(b, query, key, value, b.real("scale", 0.0), masks))}
+
+
 def _microsoft(b: Lowering) -> Results:
     """Attention of onnxruntime: the projection to queries, keys and values is part of it."""
     if b.given(4) is not None:
@@ -150,12 +162,7 @@ def _microsoft(b: Lowering) -> Results:
     query, key, value = (
         _split_heads(b, b.cut(x, end - part, end, 2), heads) for end, part in zip(ends, parts, strict=True)
     )
-    masks = _padding(b, b.given(3), key)
-    if (added := b.given(5)) is not None:
-        masks.append(added)
-    if b.integer("unidirectional", 0) == 1:
-        masks.append(_causal(b, query, key, aligned_right=True))
-    return {0: _merge_heads(b, _attend(b, query, key, value, b.real("scale", 0.0), masks))}
+    return _masked(b, query, key, value, b.given(3))
 
 
 def _microsoft_heads(b: Lowering) -> Results:
@@ -177,12 +184,7 @@ def _microsoft_heads(b: Lowering) -> Results:
             for v, part in zip(inputs, np.split(c, 3), strict=True)
         ]
     query, key, value = (_split_heads(b, v, heads) if _rank(v, 3) == 3 else v for v in inputs)
-    masks = _padding(b, b.given(4), key)
-    if (added := b.given(5)) is not None:
-        masks.append(added)
-    if b.integer("unidirectional", 0) == 1:
-        masks.append(_causal(b, query, key, aligned_right=True))
-    return {0: _merge_heads(b, _attend(b, query, key, value, b.real("scale", 0.0), masks))}
+    return _masked(b, query, key, value, b.given(4))
 
 
 def _grouped(b: Lowering) -> Results:

@@ -134,6 +134,17 @@ def jumping(parts: Sequence[Dual], value: Interval, kind: str = FLOAT) -> Dual:
     return Dual(value, d, kind)
 
 
+def _derivatives(a: Dual, b: Dual, shape: tuple[int, ...]) -> tuple[Interval, Interval] | None:
+    """Both derivatives at one shape, 0 for what does not move; None where neither does."""
+    moving = next((d for d in (a.d, b.d) if d is not None), None)
+    if moving is None:
+        return None
+    zero = Interval.of(np.zeros((1, moving.shape[1], *shape)))
+    da, db = (zero if d is None else spread(d, shape) for d in (a.d, b.d))
+    assert da is not None and db is not None
+    return da, db
+
+
 def chosen(condition: Interval, a: Dual, b: Dual) -> Dual:
     """a where the condition is 1, b where it is 0, either where it is not decided."""
     rank = max(condition.rank, a.v.rank, b.v.rank)
@@ -142,13 +153,10 @@ def chosen(condition: Interval, a: Dual, b: Dual) -> Dual:
     lo = np.where(c.lo == 1, x.lo, np.where(c.hi == 0, y.lo, both.lo))
     hi = np.where(c.lo == 1, x.hi, np.where(c.hi == 0, y.hi, both.hi))
     v = Interval(lo, hi)
-    moving = next((d for d in (a.d, b.d) if d is not None), None)
-    if moving is None:
+    derivatives = _derivatives(a, b, v.shape[1:])
+    if derivatives is None:
         return Dual(v, None, a.kind)
-    shape = v.shape[1:]
-    zero = Interval.of(np.zeros((1, moving.shape[1], *shape)))
-    da, db = (zero if d is None else spread(d, shape) for d in (a.d, b.d))
-    assert da is not None and db is not None
+    da, db = derivatives
     first, second = (c.lo == 1)[:, None], (c.hi == 0)[:, None]
     lo = np.where(first, da.lo, np.where(second, db.lo, -np.inf))
     hi = np.where(first, da.hi, np.where(second, db.hi, np.inf))
@@ -159,13 +167,10 @@ def larger(a: Dual, b: Dual) -> Dual:
     """The maximum; its derivative is one of the two, or a mean of both."""
     x, y = align(a.v, b.v)
     v = Interval(np.maximum(x.lo, y.lo), np.maximum(x.hi, y.hi))
-    moving = next((d for d in (a.d, b.d) if d is not None), None)
-    if moving is None:
+    derivatives = _derivatives(a, b, v.shape[1:])
+    if derivatives is None:
         return Dual(v, None, a.kind)
-    shape = v.shape[1:]
-    zero = Interval.of(np.zeros((1, moving.shape[1], *shape)))
-    da, db = (zero if d is None else spread(d, shape) for d in (a.d, b.d))
-    assert da is not None and db is not None
+    da, db = derivatives
     first, second = (x.lo > y.hi)[:, None], (y.lo > x.hi)[:, None]
     both = da.hull(db)
     lo = np.where(first, da.lo, np.where(second, db.lo, both.lo))
