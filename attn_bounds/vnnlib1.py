@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from .errors import InputError
-from .vnnlib_cases import Constraints, Formula, Terms, add
+from .polynomials import combined
+from .vnnlib_cases import Constraints, Formula, Terms
 from .vnnlib_tree import MAX_DEPTH
 
 _SKIP = r"\s*(?:;[^\n]*(?:\n\s*|\Z))*"  # white space and comments
@@ -163,10 +164,10 @@ class Reader(Constraints):
         values = [self.linear(item) for item in node.items[1:]]
         result = values[0]
         if head == "-" and len(values) == 1:
-            return add({}, result, -1)
+            return combined({}, result, -1)
         for item, other in zip(node.items[2:], values[1:], strict=True):
             if head in ("+", "-"):
-                result = add(result, other, 1 if head == "+" else -1)
+                result = combined(result, other, 1 if head == "+" else -1)
                 continue
             if head == "*" and not result.keys() - {""}:
                 result, other = other, result
@@ -175,7 +176,7 @@ class Reader(Constraints):
             factor = other.get("", Fraction(0))
             if head == "/" and factor == 0:
                 self.fail(item.at, "division by zero")
-            result = add({}, result, factor if head == "*" else 1 / factor)
+            result = combined({}, result, factor if head == "*" else 1 / factor)
         return result
 
     def counts(self) -> tuple[int, int]:

@@ -10,8 +10,10 @@ from typing import Any
 import vnnlib  # the package, not the module of that name here
 
 from .errors import InputError
+from .polynomials import combined
 from .properties import Variable
 from .vnnlib_cases import Ball, Constraints, Formula, Terms
+from .vnnlib_expression import expression, flat_index
 from .vnnlib_tree import line_of, parse
 
 # the words of the standard for the types that can be read, by the package's names
@@ -109,14 +111,14 @@ class Reader(Constraints):
         left, right = self._polynomial(node.lhs), self._polynomial(node.rhs)
         degree = max(map(len, [*left, *right]), default=0)
         if degree > 1:
-            left = _combine(left, right, -1)
+            left = combined(left, right, -1)
             return [[self._quadratic(at, sign, left)]]
         return self.compare(at, sign, _linear(left), _linear(right))
 
     def _quadratic(self, at: int, sign: str, p: Polynomial) -> Ball:
         """The l2 ball that `p sign 0` says."""
         if sign in (">", ">="):
-            p, sign = _combine({}, p, -1), {">": "<", ">=": "<="}[sign]
+            p, sign = combined({}, p, -1), {">": "<", ">=": "<="}[sign]
         p = {m: c for m, c in p.items() if c}
         squares = {m: c for m, c in p.items() if len(m) > 1}
         names = {m[0] for m in squares}
@@ -146,48 +148,22 @@ class Reader(Constraints):
 
     def _polynomial(self, node: Any) -> Polynomial:
         """An arithmetic expression; exact on float64 literals."""
-        if isinstance(node, vnnlib.Var):
-            kind, first, shape = self._first[node.name]
-            index = 0
-            for i, size in zip(node.indices, shape, strict=True):
-                index = index * size + i
-            return {(f"{kind}_{first + index}",): Fraction(1)}
-        if isinstance(node, vnnlib.Literal):
-            value = float(node.lexeme)
-            if not math.isfinite(value):
-                self.fail(node.line, f"{node.lexeme} is not a finite float64")
-            return {(): Fraction(value)}
-        if isinstance(node, vnnlib.Negate):
-            return _combine({}, self._polynomial(node.expr), -1)
-        if isinstance(node, vnnlib.Minus):
-            result = self._polynomial(node.head)
-            for other in node.rest:
-                result = _combine(result, self._polynomial(other), -1)
-            return result
-        values = [self._polynomial(argument) for argument in node.args]
-        result = values[0]
-        for factor in values[1:]:
-            result = _combine(result, factor, 1) if isinstance(node, vnnlib.Plus) else _times(result, factor)
-            if any(len(m) > 2 for m in result):
-                self.fail(line_of(node), "a product of three variables; only linear constraints can be read")
-        return result
+        return expression(node, self._entry, self._number, self._check_degree)
+
+    def _entry(self, node: Any) -> tuple[str]:
+        kind, first, shape = self._first[node.name]
+        return (f"{kind}_{first + flat_index(node.indices, shape)}",)
+
+    def _number(self, node: Any) -> Fraction:
+        value = float(node.lexeme)
+        if not math.isfinite(value):
+            self.fail(node.line, f"{node.lexeme} is not a finite float64")
+        return Fraction(value)
+
+    def _check_degree(self, node: Any, result: Polynomial) -> None:
+        if any(len(m) > 2 for m in result):
+            self.fail(line_of(node), "a product of three variables; only linear constraints can be read")
 
 
 def _linear(p: Polynomial) -> Terms:
     return {monomial[0] if monomial else "": value for monomial, value in p.items()}
-
-
-def _combine(a: Polynomial, b: Polynomial, factor: int) -> Polynomial:
-    """a + factor * b"""
-    result = dict(a)
-    for monomial, value in b.items():
-        result[monomial] = result.get(monomial, Fraction(0)) + factor * value
-    return result
-
-
-def _times(a: Polynomial, b: Polynomial) -> Polynomial:
-    result: Polynomial = {}
-    for (m, x), (n, y) in itertools.product(a.items(), b.items()):
-        key = tuple(sorted(m + n))
-        result[key] = result.get(key, Fraction(0)) + x * y
-    return result

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .errors import InputError
+from .polynomials import combined
 from .properties import InputSet, Specification
 from .vnnlib_sides import Sides, root_up
 
@@ -81,14 +82,6 @@ def to_float(value: Fraction) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def add(a: Terms, b: Terms, factor: Fraction | int) -> Terms:
-    """a + factor * b"""
-    result = dict(a)
-    for name, value in b.items():
-        result[name] = result.get(name, Fraction(0)) + factor * value
-    return result
-
-
 class Constraints:
     """The constraints of one file; a reader of a version extends it and calls `require` and `bound`.
 
@@ -117,7 +110,7 @@ class Constraints:
 
     def compare(self, at: int, sign: str, left: Terms, right: Terms) -> Formula:
         """`left sign right` for one of <, <=, >, >=, =, !=; linear."""
-        below, above = add(left, right, -1), add(right, left, -1)
+        below, above = combined(left, right, -1), combined(right, left, -1)
         if sign == "!=":
             return [[Atom(at, below, True)], [Atom(at, above, True)]]
         strict = sign in "<>"

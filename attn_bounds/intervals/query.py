@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import vnnlib  # the package, not the module of that name in this one
 
 from ..errors import InputError, UnsupportedModelError
+from ..polynomials import combined
+from ..vnnlib_expression import expression, flat_index
 from ..vnnlib_tree import line_of, parse
 from .arithmetic import Interval
 from .inputs import Inputs, Variable, enclosed
@@ -216,7 +218,7 @@ class Query:
         left, right = self._polynomial(node.lhs), self._polynomial(node.rhs)
         if sign[0] == ">":
             left, right, sign = right, left, "<" + sign[1:]
-        exact = _sum(left, right, -1)
+        exact = combined(left, right, -1)
         exact = {m: c for m, c in exact.items() if c}
         if len(exact) > MAX_TERMS:
             self.fail(line_of(node), f"a constraint of {len(exact)} terms; {MAX_TERMS} can be read")
@@ -229,29 +231,15 @@ class Query:
             self.fail(at, "a number beyond the range of float64")
 
     def _polynomial(self, node: Any) -> Polynomial:
-        if isinstance(node, vnnlib.Var):
-            number = self._numbers[node.name]
-            index = 0
-            for i, size in zip(node.indices, self.variables[number].shape, strict=True):
-                index = index * size + i
-            return {((number, index),): Fraction(1)}
-        if isinstance(node, vnnlib.Literal):
-            return {(): Fraction(node.lexeme)}
-        if isinstance(node, vnnlib.Negate):
-            return _sum({}, self._polynomial(node.expr), -1)
-        if isinstance(node, vnnlib.Minus):
-            result = self._polynomial(node.head)
-            for other in node.rest:
-                result = _sum(result, self._polynomial(other), -1)
-            return result
-        factors = [self._polynomial(a) for a in node.args]
-        result = factors[0]
-        for factor in factors[1:]:
-            plus = isinstance(node, vnnlib.Plus)
-            result = _sum(result, factor, 1) if plus else _times(result, factor)
-            if len(result) > MAX_TERMS:
-                self.fail(line_of(node), f"a polynomial of more than {MAX_TERMS} terms")
-        return result
+        return expression(node, self._entry, lambda literal: Fraction(literal.lexeme), self._check_terms)
+
+    def _entry(self, node: Any) -> tuple[Entry]:
+        number = self._numbers[node.name]
+        return ((number, flat_index(node.indices, self.variables[number].shape)),)
+
+    def _check_terms(self, node: Any, result: Polynomial) -> None:
+        if len(result) > MAX_TERMS:
+            self.fail(line_of(node), f"a polynomial of more than {MAX_TERMS} terms")
 
     def _beside(self, parts: Sequence[Formula]) -> list[Formula]:
         """Puts bounds of single inputs into the box; returns the rest."""
@@ -289,23 +277,6 @@ def _blank(match: re.Match[str]) -> str:
 
 def _unquoted(name: str | None) -> str:
     return (name or "").strip('"')
-
-
-def _sum(a: Polynomial, b: Polynomial, factor: int) -> Polynomial:
-    """a + factor * b"""
-    result = dict(a)
-    for monomial, value in b.items():
-        result[monomial] = result.get(monomial, Fraction(0)) + factor * value
-    return result
-
-
-def _times(a: Polynomial, b: Polynomial) -> Polynomial:
-    result: Polynomial = {}
-    for m, x in a.items():
-        for n, y in b.items():
-            key = tuple(sorted(m + n))
-            result[key] = result.get(key, Fraction(0)) + x * y
-    return result
 
 
 __all__ = ["All", "Atom", "Formula", "Query", "Some", "UnsupportedModelError", "Variable"]
