@@ -22,6 +22,8 @@ matrix is formed. Beyond that four facts, each a proof by itself, are used:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,12 @@ def dense_size_for(terms: int) -> int:
     (3968, 33); the way without it lost less than a hundredth there.
     """
     return min(4000, max(1024, 160 * terms))
+
+
+def squares(terms: int, features: int, cost: float) -> bool:
+    """Whether fact 4 takes no more than so many operations: products of d × d matrices, and eigenvectors for T²
+    terms to mix."""
+    return 2 * terms**2 * features**3 + 4 * terms**6 <= cost
 
 
 def kronecker_sum_norm_upper(
@@ -92,6 +100,48 @@ def kronecker_sum_norm_upper(
         ]
         value = torch.stack(values).reshape(lead)
     return torch.where(finite, round_up(value, p.dtype), torch.inf)
+
+
+def head_sum_norm_upper(p: Tensor, w: TermStack, whole: Tensor, skip: bool) -> Tensor:
+    """`‖Σ_t P_t ⊗ W_tᵀ‖₂` from above for attention, `I ⊗ I` added with `skip`; at a fraction of the cost.
+
+    Rows of P sum to one, so `v = 1/√n` is fact 3's direction on both sides: `P_t v_m = √(n/m) v_n`, so that the
+    map is block triangular and its corner belongs to the weights alone. The identity is added to the last block
+    by the triangle inequality. Norms of mixtures of W go through Gram matrices of the heads' factors.
+
+    Arguments:
+        p: (T, n, m), float64, rows with sum one. w: of heads; see `TermStack.of_heads`.
+        whole: `‖√(n/m) Σ_t W_t‖₂`, or with the identity added if `skip`.
+        skip: only for n = m.
+
+    Returns:
+        (), float64. Not differentiable in w.
+    """
+    n, m = p.shape[-2:]
+    z = _without_mean(_without_mean(p).mT).mT
+    # what rounding, and sums that are not exactly one, leave below the corner, and in it
+    error = torch.linalg.vector_norm(z[:, 1:, 0], dim=-1) + (z[:, 0, 0] - (n / m) ** 0.5).abs()
+    error = error + 64.0 * (n + m) * torch.finfo(p.dtype).eps * torch.linalg.matrix_norm(p)
+    zero = torch.zeros_like(whole)
+    row = w.mT.mixture_norm(z[:, 0, 1:].mT) if m > 1 else zero
+    rest = zero
+    if n > 1 and m > 1:
+        inner = TermStack.of(z[:, 1:, 1:])
+        sides = [(inner, w), (inner.mT, w.mT)]
+        mixings = [_best_mixing(*s) for s in sides]
+        best = min((0, 1), key=lambda i: mixings[i].estimate)
+        rest = _mixed(*sides[best], mixings[best].root)
+    corner = torch.stack([torch.stack([whole, row]), torch.stack([zero, rest + float(skip)])])
+    return spectral_norm_upper(corner) + (error * w.norm).sum()
+
+
+def _without_mean(p: Tensor) -> Tensor:
+    """`p H` for the reflection H with `H e_1 = 1/√m`: (…, n, m)."""
+    m = p.shape[-1]
+    h = torch.full((m,), -(m**-0.5), dtype=p.dtype, device=p.device)
+    h[0] += 1.0
+    h = h / torch.linalg.vector_norm(h).clamp(min=1e-300)
+    return p - 2.0 * (p @ h)[..., None] * h
 
 
 def naive_sum_upper(p: Tensor, w: Tensor) -> Tensor:
@@ -150,8 +200,7 @@ def _large(p: Tensor, w: Tensor, squared_cost: float) -> Tensor:
     found = [naive, _mixed(tall, wide, torch.diag(balance))]
     # rounding of products of n × n and d × d matrices, and of mixing terms, relative to the terms themselves
     slack = 8.0 * (tokens**2 + features**2) * torch.finfo(p.dtype).eps
-    # products of d × d matrices, and eigenvectors for T² terms to mix
-    if 2 * terms**2 * features**3 + 4 * terms**6 > squared_cost:
+    if not squares(terms, features, squared_cost):
         found.append(_factorised(tall, wide, False) + slack * naive)
         if min(p.shape[-2:]) > 1:
             found.append(_deflated(p, wide, 1, False) + slack * naive)
@@ -208,10 +257,10 @@ def _block_norm(z: Tensor, w: Tensor) -> Tensor:
 
 def _factorised(p: TermStack, w: TermStack, symmetric: bool) -> Tensor:
     """Facts 1 and 2: the smaller of the two factorisation bounds, each with its best mixing."""
-    first = _mixed(p, w, _best_mixing(p, w))
+    first = _mixed(p, w, _best_mixing(p, w).root)
     if symmetric:
         return first
-    return torch.minimum(first, _mixed(p.mT, w.mT, _best_mixing(p.mT, w.mT)))
+    return torch.minimum(first, _mixed(p.mT, w.mT, _best_mixing(p.mT, w.mT).root))
 
 
 def _mixed(p: TermStack, w: TermStack, root: Tensor) -> Tensor:
@@ -230,19 +279,25 @@ def _roots(a: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
 
 
+class _Mixing(NamedTuple):
+    """R, (T, T), and about what `_mixed` makes of it; from below, so that it is no bound."""
+
+    root: Tensor
+    estimate: float
+
+
 @torch.no_grad()
-def _best_mixing(p: TermStack, w: TermStack) -> Tensor:
-    """An R, (T, T), that makes `_mixed` small. Any would be valid, so the search is in single precision."""
-    # balanced terms, so that no term is lost to rounding
+def _best_mixing(p: TermStack, w: TermStack) -> _Mixing:
+    """An R that makes `_mixed` small. Any would be valid, so the search is in single precision."""
+    # balanced terms of size one altogether, so that no term is lost to rounding
     size_p, size_w = (x.size[x.order.argsort()].clamp(min=1e-300) for x in (p, w))
     balance = (size_w / size_p).sqrt()
-    p, w = p.scaled(balance), w.scaled(1.0 / balance)
-    ones = torch.ones_like(balance)
-    p, w = (x.scaled(ones * (x.rows**0.5 / x.size.norm().clamp(min=1e-300))) for x in (p, w))
-    a, b = p.inner / p.rows, w.inner / w.rows
-    p, w = p.single(), w.single()
-    x = torch.sin(torch.arange(1, p.rows + 1, dtype=torch.float32, device=a.device) ** 2 * 12.9898)
-    y = torch.sin(torch.arange(1, w.rows + 1, dtype=torch.float32, device=a.device) ** 2 * 12.9898)
+    size = (size_p * size_w).sqrt()
+    size = size / torch.linalg.vector_norm(size)
+    weight = size[:, None] * size
+    a = weight * p.inner / (size_p[:, None] * size_p)
+    b = weight * w.inner / (size_w[:, None] * size_w)
+    x, y = p.start(), w.start()
     eye = torch.eye(len(a)).to(a)
     best = float("inf")
     best_g = None
@@ -253,15 +308,13 @@ def _best_mixing(p: TermStack, w: TermStack) -> Tensor:
         middle, middle_inverse = _roots(half @ b_room @ half)
         g, g_inverse = back @ middle @ back, half @ middle_inverse @ half
         for _ in range(3):  # power steps from where the last step ended
-            x = p.sum(g.float() @ p.at(x))
-            y = w.sum(g_inverse.float() @ w.at(y))
-            x, y = x / x.norm().clamp(min=1e-30), y / y.norm().clamp(min=1e-30)
-        moved_p, moved_w = p.at(x).double(), w.at(y).double()
-        a_new, b_new = moved_p @ moved_p.mT, moved_w @ moved_w.mT
+            x = p.power(x, g * weight)
+            y = w.power(y, g_inverse * weight)
+        a_new, b_new = weight * p.moments(x), weight * w.moments(y)
         value = float((g * a_new).sum() * (g_inverse * b_new).sum())  # of the bound's square, from below
         if value < best and step > 1:
             best, best_g = value, g
-        weight = 2.0 / (step + 3.0)
-        a, b = a + weight * (a_new - a), b + weight * (b_new - b)
+        pace = 2.0 / (step + 3.0)
+        a, b = a + pace * (a_new - a), b + pace * (b_new - b)
     root = eye if best_g is None else _roots(best_g)[0]
-    return root * balance[:, None]
+    return _Mixing(root * balance[:, None], float((size_p * size_w).sum()) * best**0.5)

@@ -227,11 +227,11 @@ class BoundedModule(LirpaModule):
         """
         if isinstance(x, Tensor):
             x = (x,)
-        if x is not None and lirpa.is_old() and not self._running:
+        name = str(method).lower()
+        if x is not None and lirpa.is_old() and not self._running and name not in LOFAST_METHODS:
             self(*x)  # ReduceMax keeps the index of its maximum from the last forward pass
         if self._running:  # auto_LiRPA's optimisation calls this method for every iteration
             return super().compute_bounds(x, aux, C, method, *args, **kwargs)
-        name = str(method).lower()
         perturbed = sum(getattr(v, "ptb", None) is not None for v in x or ())
         if "forward" in name and perturbed > 1 and not lirpa.is_old():
             raise NotImplementedError(

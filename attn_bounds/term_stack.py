@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .norms import gram_norm_upper, safe_sqrt, spectral_norm_upper
+from .head_rows import HeadRows
+from .norms import gram_norm_upper, safe_sqrt, spectral_norm_upper, thin
 
 LOW_RANK_SIZE = 128  # smaller matrices are kept as they are
 LOW_RANK = 5  # ranks up to a fifth of the size are looked for
@@ -27,7 +28,8 @@ class TermStack:
         whole: (F, d, d'). left, right: (L, d, r), (L, r, d').
         order: (T), which of the given terms stands where.
         size: (T), Frobenius norms. left_over: (T), of what is left out of each.
-        norm: (T), spectral norms from above, in the given order. inner: (T, T), `tr(W_t W_sᵀ)`, too.
+        inner: (T, T), `tr(W_t W_sᵀ)`, in the given order.
+        rows_of: the factors, Lᵀ and R of all W_t = L_t R_t, where they are those of a layer's heads.
     """
 
     whole: Tensor
@@ -36,8 +38,20 @@ class TermStack:
     order: Tensor
     size: Tensor
     left_over: Tensor
-    norm: Tensor
     inner: Tensor
+    rows_of: tuple[HeadRows, HeadRows] | None = None
+
+    @classmethod
+    def of_heads(cls, left: HeadRows, right: HeadRows) -> TermStack:
+        """`W_t = L_tᵀ R_t`, left (T, r, d), right (T, r, d'). Norms of mixtures are not differentiable."""
+        terms, r = left.heads, left.k
+        products = (left.gram * right.gram).unflatten(0, (terms, r)).unflatten(-1, (terms, r))
+        inner = products.sum((1, 3))
+        size = safe_sqrt(inner.diagonal())
+        order = torch.arange(terms, device=size.device)
+        none = size.new_zeros(0, left.d, right.d)
+        zero = torch.zeros_like(size)
+        return cls(none, left.w.mT, right.w, order, size, zero, inner, (left, right))
 
     @classmethod
     def of(cls, w: Tensor) -> TermStack:
@@ -50,7 +64,7 @@ class TermStack:
         none = w.new_zeros(0, rows, 0), w.new_zeros(0, 0, columns)
 
         def plain() -> TermStack:
-            return cls(w, *none, order, size, torch.zeros_like(size), spectral_norm_upper(w), inner)
+            return cls(w, *none, order, size, torch.zeros_like(size), inner)
 
         if min(rows, columns) < LOW_RANK_SIZE or terms < 3:
             return plain()
@@ -70,27 +84,19 @@ class TermStack:
         low &= rest <= NO_MORE * size
         order = torch.cat([order[~low], order[low]])
         rest = torch.where(low, rest, 0.0)
-        norm = torch.cat([spectral_norm_upper(w[~low]), spectral_norm_upper(right[low])])
-        norm = torch.empty_like(norm).index_copy(0, order, norm) + 2.0 * rest
-        return cls(w[~low], basis[low], right[low], order, size[order], rest[order], norm, inner)
+        return cls(w[~low], basis[low], right[low], order, size[order], rest[order], inner)
 
     @cached_property
     def mT(self) -> TermStack:
         """The transposed matrices."""
-        return replace(self, whole=self.whole.mT, left=self.right.mT, right=self.left.mT)
+        rows = None if self.rows_of is None else self.rows_of[::-1]
+        return replace(self, whole=self.whole.mT, left=self.right.mT, right=self.left.mT, rows_of=rows)
 
-    def scaled(self, factor: Tensor) -> TermStack:
-        """`factor_t W_t`, factor (T) in the given order and positive."""
-        f = factor[self.order]
-        return replace(
-            self,
-            whole=self.whole * f[: len(self.whole), None, None],
-            right=self.right * f[len(self.whole) :, None, None],
-            size=self.size * f,
-            left_over=self.left_over * f,
-            norm=self.norm * factor,
-            inner=factor[:, None] * self.inner * factor,
-        )
+    @cached_property
+    def norm(self) -> Tensor:
+        """(T), spectral norms from above, in the given order."""
+        low = spectral_norm_upper(thin(self.left) @ self.right)
+        return self._given(torch.cat([spectral_norm_upper(self.whole), low]) + 2.0 * self.left_over)
 
     @property
     def rows(self) -> int:
@@ -101,25 +107,67 @@ class TermStack:
         """All matrices, (T, d, d'), without what is left out."""
         return self._given(torch.cat([self.whole, self.left @ self.right]))
 
-    def single(self) -> TermStack:
-        """In single precision: for searches."""
-        return replace(self, whole=self.whole.float(), left=self.left.float(), right=self.right.float())
+    def start(self) -> Tensor:
+        """A vector to begin `power` with, single precision like what follows from it: of no pattern."""
+        size = self.rows if self.rows_of is None else len(self.rows_of[0].gram)
+        ramp = torch.arange(1, size + 1, dtype=torch.float32, device=self.size.device)
+        return torch.sin(12.9898 * ramp.square())
 
-    def at(self, x: Tensor) -> Tensor:
-        """`W_tᵀ x` for (d): (T, d')."""
-        low = (self.right.mT @ (self.left.mT @ x).unsqueeze(-1)).squeeze(-1)
-        return self._given(torch.cat([self.whole.mT @ x, low]))
+    def power(self, x: Tensor, g: Tensor) -> Tensor:
+        """One step of power iteration with `Σ_ts g_ts U_t U_sᵀ`, `U_t = W_t / ‖W_t‖_F`, to length 1.
 
-    def sum(self, y: Tensor) -> Tensor:
-        """`Σ_t W_t y_t` for (T, d'): (d)."""
-        y = y[self.order].unsqueeze(-1)
+        Vectors are (d), but those of heads are `h = L x`, in which all is a product with a Gram matrix."""
+        if self.rows_of is None:
+            y = self._sum(g.float() @ self._at(x))
+            return y / y.norm().clamp(min=1e-30)
+        gram, other, unit = self._single
+        y = _blockwise((g * unit).float(), self.rows_of[0].k, other) @ x
+        h = gram @ y
+        return h / (y @ h).clamp(min=1e-30).sqrt()
+
+    def moments(self, x: Tensor) -> Tensor:
+        """`xᵀ U_t U_sᵀ x`, (T, T), float64."""
+        if self.rows_of is None:
+            y = self._at(x).double()
+            return y @ y.mT
+        shape = (self.rows_of[0].heads, self.rows_of[0].k)
+        products = x[:, None] * self._single[1] * x
+        return self._single[2] * products.unflatten(0, shape).unflatten(-1, shape).sum((1, 3)).double()
+
+    @cached_property
+    def _single(self) -> tuple[Tensor, Tensor, Tensor]:
+        """In single precision, for searches: of heads both Gram matrices and their units in U_t U_sᵀ; else
+        transposes of the U_t that are kept as they are, below each other, and the factors of the others."""
+        size = self.size.clamp(min=1e-300)
+        if self.rows_of is not None:
+            grams = [r.gram / r.gram.abs().amax().clamp(min=1e-300) for r in self.rows_of]
+            units = [r.gram.abs().amax() / size for r in self.rows_of]
+            return grams[0].float(), grams[1].float(), units[0][:, None] * units[1]
         count = len(self.whole)
-        return (self.whole @ y[:count]).sum((0, -1)) + (self.left @ (self.right @ y[count:])).sum((0, -1))
+        whole = self.whole / size[:count, None, None]
+        right = self.right / size[count:, None, None]
+        return whole.mT.float().flatten(0, 1), self.left.float(), right.float()
+
+    def _at(self, x: Tensor) -> Tensor:
+        """`U_tᵀ x` for (d): (T, d')."""
+        whole, left, right = self._single
+        low = (right.mT @ (left.mT @ x).unsqueeze(-1)).squeeze(-1)
+        return self._given(torch.cat([(whole @ x).reshape(-1, self.whole.shape[-1]), low]))
+
+    def _sum(self, y: Tensor) -> Tensor:
+        """`Σ_t U_t y_t` for (T, d'): (d)."""
+        whole, left, right = self._single
+        y = y[self.order]
+        count = len(self.whole)
+        return whole.mT @ y[:count].flatten() + (left @ (right @ y[count:].unsqueeze(-1))).sum((0, -1))
 
     def mixture_norm(self, mix: Tensor) -> Tensor:
         """`‖[Σ_t L_jt W_t]_j‖₂` from above, the matrices side by side; mix: L, (J, T)."""
         if mix.shape[0] > mix.shape[1]:
             mix = torch.linalg.qr(mix, mode="r").R  # only Lᵀ L counts
+        if self.rows_of is not None:
+            rows, other = self.rows_of
+            return rows.weighted(_blockwise(mix.mT @ mix, rows.k, other.gram), other.d)
         mix = mix[:, self.order]
         count = len(self.whole)
         own = mix[:, :count]
@@ -149,3 +197,9 @@ class TermStack:
 
     def _given(self, x: Tensor) -> Tensor:
         return torch.empty_like(x).index_copy(0, self.order, x)
+
+
+def _blockwise(c: Tensor, k: int, gram: Tensor) -> Tensor:
+    """Blocks (k, k) of a matrix times a number each."""
+    blocks = gram.unflatten(0, (-1, k)).unflatten(-1, (-1, k))
+    return (c[:, None, :, None] * blocks).flatten(-2).flatten(0, 1)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..kronecker import kronecker_sum_norm_upper
 from ..norms import spectral_norm_upper
+from ..sensitivity.weights import LayerWeights
 
 SELECTION = 20_000_000  # entries of the largest matrix that is formed to select or repeat rows
 SQUARED_COST = 1e9  # operations; a norm of a whole layer should not cost much more than the layer itself
@@ -50,30 +51,75 @@ class Anchor:
         return [(None, self.radius), *self.balls]
 
 
+class HeadMap(NamedTuple):
+    """The value-output map of one head of an attention layer, `W_V W_O`, as these two."""
+
+    weights: LayerWeights
+    head: int
+
+    def dense(self) -> Tensor:
+        """(d, d_out)."""
+        return self.weights.w_v[self.head] @ self.weights.w_o[self.head]
+
+
+Key = tuple[str | bytes, ...]
+
+
 class Term(NamedTuple):
-    """`E ↦ H E W`; None is the identity."""
+    """`E ↦ H E W`; None is the identity.
+
+    Attributes:
+        w: (d, d'), or (d) of a diagonal matrix.
+        key: the nodes that W is the product of, and indices of the columns picked, if nothing but constants of
+            the model is in it; else None.
+    """
 
     h: Tensor | None
-    w: Tensor | None
+    w: Tensor | HeadMap | None
+    key: Key | None = None
 
-    def then(self, h: Tensor | None = None, w: Tensor | None = None) -> Term:
-        """The term followed by `h · w` from left and right."""
+    def matrix(self) -> Tensor | None:
+        """W, (d, d')."""
+        w = self.w.dense() if isinstance(self.w, HeadMap) else self.w
+        return torch.diag(w) if w is not None and w.ndim == 1 else w
+
+    def _key_with(self, key: str | bytes | None) -> Key | None:
+        before = () if self.w is None else self.key
+        return None if before is None or key is None else (*before, key)
+
+    def then(self, h: Tensor | None = None, w: Tensor | None = None, key: str | None = None) -> Term:
+        """The term followed by `h · w` from left and right; key: the node that w is the constant of."""
         left = self.h if h is None else h if self.h is None else h @ self.h
-        right = self.w if w is None else w if self.w is None else self.w @ w
-        return Term(left, right)
+        if w is None:
+            return Term(left, self.w, self.key)
+        if isinstance(self.w, Tensor) and self.w.ndim == 1:
+            return Term(left, self.w[:, None] * w, self._key_with(key))
+        own = self.matrix()
+        return Term(left, w if own is None else own @ w, self._key_with(key))
 
-    def times(self, factor: Tensor) -> Term:
-        """The term followed by a factor per feature, (d)."""
-        return Term(self.h, torch.diag(factor) if self.w is None else self.w * factor)
+    def times(self, factor: Tensor, key: str | None = None) -> Term:
+        """The term followed by a factor per feature, (d); key as in `then`."""
+        own = self.w.dense() if isinstance(self.w, HeadMap) else self.w
+        return Term(self.h, factor if own is None else own * factor, self._key_with(key))
+
+    def columns(self, index: Tensor, size: int) -> Term:
+        """Some of the columns, of size many; −1 for a column of zeros."""
+        own = self.matrix()
+        picked = _picked(None if own is None else own.mT, index, size).mT
+        return Term(self.h, picked, self._key_with(index.numpy().tobytes()))
 
     def behind(self, g: Tensor | None) -> Term:
         """As a map of `E diag(g)`."""
         if g is None:
             return self
-        return Term(self.h, torch.diag(1.0 / g) if self.w is None else self.w / g[:, None])
+        if isinstance(self.w, Tensor) and self.w.ndim == 1:
+            return Term(self.h, self.w / g)
+        own = self.matrix()
+        return Term(self.h, 1.0 / g if own is None else own / g[:, None])
 
 
 Terms = dict[Anchor, list[Term]]
+Known = dict[Key, float]
 
 
 @dataclass
@@ -110,14 +156,16 @@ class Form:
         found = _select(self, moved.reshape(-1, moved.shape[-1]))
         return None if found is None else Form(found.terms, found.n, found.d, _order(moved.shape))
 
-    def along(self, axis: int, c: Tensor) -> Form | None:
-        """The tensor times c (k, l) along an axis of k entries; None if that is no map of this kind."""
+    def along(self, axis: int, c: Tensor, key: str | None = None) -> Form | None:
+        """The tensor times c (k, l) along an axis of k entries; None if that is no map of this kind.
+
+        key: the node that c is the constant of."""
         moved = self.place.movedim(axis, -1)
         rest, k = moved.shape[:-1], moved.shape[-1]
         flat = moved.reshape(-1, k)
         if (x := _select(self, flat)) is not None:
             place = _order((*rest, c.shape[1])).movedim(-1, axis)
-            terms = {a: merged(t.then(w=c) for t in ts) for a, ts in x.terms.items()}
+            terms = {a: merged(t.then(w=c, key=key) for t in ts) for a, ts in x.terms.items()}
             return Form(terms, x.n, c.shape[1], place)
         if (x := _select(self, flat.T)) is not None:
             axis = axis % self.place.ndim
@@ -126,7 +174,7 @@ class Form:
             return Form(terms, c.shape[1], x.d, place)
         return None
 
-    def scaled(self, c: Tensor) -> Form | None:
+    def scaled(self, c: Tensor, key: str | None = None) -> Form | None:
         """The tensor times c (*dims), entry by entry; None if c depends on tokens and features."""
         known = self.place >= 0
         index, factor = self.place[known], c[known]
@@ -138,54 +186,52 @@ class Form:
                 if size**2 > SELECTION:
                     continue
                 if side == "w":
-                    return self.times(diagonal)
+                    return self.times(diagonal, key)
                 m = torch.diag(diagonal)
                 return self.with_terms((a, merged(t.then(h=m) for t in ts)) for a, ts in self.terms.items())
         return None
 
-    def times(self, factor: Tensor) -> Form:
+    def times(self, factor: Tensor, key: str | None = None) -> Form:
         """The matrix times a factor per feature, (d)."""
-        return self.with_terms((a, merged(t.times(factor) for t in ts)) for a, ts in self.terms.items())
+        return self.with_terms((a, merged(t.times(factor, key) for t in ts)) for a, ts in self.terms.items())
 
     def negated(self) -> Form:
         """Minus the tensor."""
         return self.times(-torch.ones(self.d, dtype=torch.float64))
 
-    def norms(self) -> list[list[float]]:
-        """Per anchor, and for each of its bounds, the norm of its map into the tensor, from above."""
+    def reach(self, known: Known | None = None) -> Reach:
+        """How far the tensor moves in l2, for any radii of the anchors; known: norms of the model's constants."""
         x = self if self.ordered() else self.matrix() or self
         repeats = 1.0
         if not x.ordered() and bool((x.place >= 0).any()):
             repeats = math.sqrt(float(torch.bincount(x.place[x.place >= 0]).max()))
-        return [
-            [repeats * norm([t.behind(g) for t in ts], x.n, x.d) for g, _ in a.every()]
+        return Reach(
+            (a, [repeats * norm([t.behind(g) for t in ts], x.n, x.d, known) for g, _ in a.every()])
             for a, ts in x.terms.items()
-        ]
-
-    def radius(self, norms: list[list[float]] | None = None) -> float:
-        """Bound of the tensor's move in l2; norms, if they are known, as `norms` returns them."""
-        sizes = self.norms() if norms is None else norms
-        return GROW * sum(
-            min(product(r, size) for (_, r), size in zip(a.every(), own, strict=True))
-            for a, own in zip(self.terms, sizes, strict=True)
         )
 
-    def entries(self) -> Tensor:
-        """Bound of each entry's move, (*dims)."""
-        bound = torch.zeros(self.n, self.d, dtype=torch.float64)
+    def radius(self) -> float:
+        """Bound of the tensor's move in l2."""
+        return self.reach().radius()
+
+    def entry_reach(self) -> EntryReach:
+        """How far each entry moves, for any radii of the anchors."""
+        sizes = []
         for a, ts in self.terms.items():
-            best = torch.full_like(bound, torch.inf)
-            for g, r in a.every():
-                own = torch.zeros_like(bound)
-                for h, w in (t.behind(g) for t in ts):
-                    rows = torch.ones(self.n, dtype=torch.float64) if h is None else h.norm(dim=1)
-                    columns = torch.ones(self.d, dtype=torch.float64) if w is None else w.norm(dim=0)
-                    own = own + rows[:, None] * columns
-                own = torch.where(own > 0, r * own, own)  # ∞ · 0
-                best = torch.minimum(best, own)
-            bound = bound + best
-        bound = (bound * GROW).flatten()[self.place.clamp(min=0)]
-        return torch.where(self.place >= 0, bound, torch.zeros_like(bound))
+            balls = []
+            for g, _ in a.every():
+                own = []
+                for t in (t.behind(g) for t in ts):
+                    rows = torch.ones(self.n, dtype=torch.float64) if t.h is None else t.h.norm(dim=1)
+                    if isinstance(t.w, Tensor) and t.w.ndim == 1:
+                        columns = t.w.abs()
+                    else:
+                        w = t.matrix()
+                        columns = torch.ones(self.d).to(rows) if w is None else w.norm(dim=0)
+                    own.append((rows, columns))
+                balls.append(own)
+            sizes.append((a, balls))
+        return EntryReach(sizes, self.n, self.d, self.place)
 
     def functionals(self, c: Tensor) -> Tensor:
         """Bound of how far functionals move: (rows, entries of the tensor) → (rows)."""
@@ -196,8 +242,8 @@ class Form:
         loss = torch.zeros(len(c), dtype=torch.float64)
         for a, ts in self.terms.items():
             parts = []  # of the functional of the anchor
-            for h, w in ts:
-                part = rows if h is None else h.T @ rows
+            for t in ts:
+                part, w = rows if t.h is None else t.h.T @ rows, t.matrix()
                 parts.append(part if w is None else part @ w.T)
             found = []
             for g, r in a.every():
@@ -208,6 +254,39 @@ class Form:
                 found.append(torch.where(size > 0, r * size, size))  # ∞ · 0
             loss = loss + torch.stack(found).amin(0)
         return loss * GROW
+
+
+class Reach(list[tuple[Anchor, list[float]]]):
+    """Norms of the maps from anchors, one for each of an anchor's bounds."""
+
+    def radius(self) -> float:
+        """Bound of the move in l2 for the anchors' radii as they are now."""
+        return GROW * sum(
+            min(product(r, size) for (_, r), size in zip(a.every(), own, strict=True)) for a, own in self
+        )
+
+
+class EntryReach(NamedTuple):
+    """Bounds of entries' moves as sums of `radius · rows · columns`, for each of an anchor's bounds."""
+
+    sizes: list[tuple[Anchor, list[list[tuple[Tensor, Tensor]]]]]
+    n: int
+    d: int
+    place: Tensor
+
+    def bound(self) -> Tensor:
+        """Of each entry for the anchors' radii as they are now, (*dims)."""
+        bound = torch.zeros(self.n, self.d, dtype=torch.float64)
+        for a, balls in self.sizes:
+            best = torch.full_like(bound, torch.inf)
+            for (_, r), pairs in zip(a.every(), balls, strict=True):
+                own = torch.zeros_like(bound)
+                for rows, columns in pairs:
+                    own = own + rows[:, None] * columns
+                best = torch.minimum(best, torch.where(own > 0, r * own, own))  # ∞ · 0
+            bound = bound + best
+        bound = (bound * GROW).flatten()[self.place.clamp(min=0)]
+        return torch.where(self.place >= 0, bound, torch.zeros_like(bound))
 
 
 def product(radius: float, size: float) -> float:
@@ -254,28 +333,63 @@ def merged(terms: Iterable[Term]) -> list[Term]:
         if same is None:
             out.append(t)
             continue
-        w = [x.w for x in (out[same], t)]
+        w = [x.matrix() for x in (out[same], t)]
         size = next(m.shape[0] for m in w if m is not None)
         left, right = (torch.eye(size, dtype=torch.float64) if m is None else m for m in w)
         out[same] = Term(t.h, left + right)
     return out
 
 
-def norm(terms: list[Term], n: int, d: int) -> float:
-    """`‖Σ H ⊗ Wᵀ‖₂` from above."""
+def norm(terms: list[Term], n: int, d: int, known: Known | None = None) -> float:
+    """`‖Σ H ⊗ Wᵀ‖₂` from above; norms of the model's constants are looked up in `known`, and kept there."""
     if not terms:
         return 0.0
     if len(terms) == 1:
-        sizes = [1.0 if m is None else float(spectral_norm_upper(m)) for m in terms[0]]
-        return sizes[0] * sizes[1] * GROW
+        (term,) = terms
+        size = 1.0 if term.h is None else float(spectral_norm_upper(term.h))
+        if term.w is None:
+            return size * GROW
+        if known is None or term.key is None:
+            return size * _matrix_norm(term) * GROW
+        if term.key not in known:
+            known[term.key] = _matrix_norm(term)
+        return size * known[term.key] * GROW
+    if (found := _norm_of_heads(terms)) is not None:
+        return found * GROW
+    own = [t.matrix() for t in terms]
     tokens = next((t.h.shape[1] for t in terms if t.h is not None), n)
-    features = next((t.w.shape[0] for t in terms if t.w is not None), d)
+    features = next((w.shape[0] for w in own if w is not None), d)
     eye_n, eye_d = torch.eye(n, dtype=torch.float64), torch.eye(d, dtype=torch.float64)
     assert all(t.h is not None for t in terms) or tokens == n
-    assert all(t.w is not None for t in terms) or features == d
+    assert all(w is not None for w in own) or features == d
     p = torch.stack([eye_n if t.h is None else t.h for t in terms])
-    w = torch.stack([eye_d if t.w is None else t.w for t in terms])
+    w = torch.stack([eye_d if w is None else w for w in own])
     return float(kronecker_sum_norm_upper(p, w, squared_cost=SQUARED_COST)) * GROW
+
+
+def _matrix_norm(term: Term) -> float:
+    if isinstance(term.w, Tensor) and term.w.ndim == 1:
+        return float(term.w.abs().amax())
+    w = term.matrix()
+    assert w is not None
+    return float(spectral_norm_upper(w))
+
+
+def _norm_of_heads(terms: list[Term]) -> float | None:
+    """The same for all heads of one layer, with or without the identity; None if terms are not these."""
+    maps = {t.w.head: t for t in terms if isinstance(t.w, HeadMap)}
+    others = [t for t in terms if not isinstance(t.w, HeadMap)]
+    weights = {id(t.w.weights): t.w.weights for t in maps.values() if isinstance(t.w, HeadMap)}
+    if len(weights) != 1 or len(maps) + len(others) != len(terms):
+        return None
+    (layer,) = weights.values()
+    if len(maps) != layer.layer.heads or any(t.h is not None or t.w is not None for t in others) or len(others) > 1:
+        return None
+    h = [maps[i].h for i in range(len(maps))]
+    if any(x is None for x in h):
+        return None
+    found = layer.sum_norm(torch.stack([x for x in h if x is not None]), bool(others), squared_cost=SQUARED_COST)
+    return None if found is None else float(found)
 
 
 def _order(shape: tuple[int, ...] | torch.Size) -> Tensor:
@@ -299,12 +413,12 @@ def _select(x: Form, place: Tensor) -> Form | None:
     if not _is_all(rows, x.n):
         one = _picked(None, rows, x.n)  # the same for all, so that they can be merged
         terms = {
-            a: [Term(one if t.h is None else _picked(t.h, rows, x.n), t.w) for t in ts]
+            a: [Term(one if t.h is None else _picked(t.h, rows, x.n), t.w, t.key) for t in ts]
             for a, ts in terms.items()
         }
     if not _is_all(columns, x.d):
         terms = {
-            a: [Term(t.h, _picked(None if t.w is None else t.w.mT, columns, x.d).mT) for t in ts]
+            a: [t.columns(columns, x.d) for t in ts]
             for a, ts in terms.items()
         }
     terms = {a: merged(ts) for a, ts in terms.items()}

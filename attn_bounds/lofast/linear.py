@@ -71,17 +71,17 @@ def linear(node: Any, x: Form, moving: set[str]) -> Form | None:
         factor = entry_factors(node, moving)
         if factor is None:
             raise gap(node)
-        return broadcast(x, dims).scaled(factor)
+        return broadcast(x, dims).scaled(factor, node.name)
     if name == "BoundLinear" and position == 0:
         zeros = [torch.zeros_like(v) if p == 2 else v for p, v in enumerate(others)]
         zeros[0] = torch.eye(x.place.shape[-1], dtype=torch.float64)
-        return x.along(-1, node.forward(*zeros))
+        return x.along(-1, node.forward(*zeros), node.name)
     if name in PRODUCTS and rank > 0:
         other = others[1 - position]
         if other.ndim > 2 and other.numel() == other.shape[-1] * other.shape[-2]:
             other = other.reshape(other.shape[-2:])
         if other.ndim == 2 and position == 0:
-            return x.along(-1, other)
+            return x.along(-1, other, node.name)
         if other.ndim == 2 and rank > 1:
             return x.along(-2, other.T)
     if name in ("BoundReduceMean", "BoundReduceSum"):
@@ -189,8 +189,8 @@ def gains(
                 ((term,),) = after.terms.values() if after is not None else ((Term(None, None),),)
                 if after is not None and term.w is None:
                     todo.append((c, after))
-                elif term.w is not None and kind(c) in FACTORS:
-                    g = term.w.diagonal().abs()
+                elif isinstance(term.w, Tensor) and term.w.ndim == 1 and kind(c) in FACTORS:
+                    g = term.w.abs()
                     g = g / g.amax().clamp(min=1e-300)
                     useful = 1e-9 < float(g.amin()) < 0.9
                     if useful and not any(torch.allclose(g, o) for o in found):
@@ -217,4 +217,4 @@ def output_map(average: Any, chain: list[Any], node: Any, moving: set[str]) -> T
     if form is None or not form.ordered() or form.n != n:
         return None
     ((term,),) = form.terms.values()
-    return term.w if term.h is None else None
+    return term.matrix() if term.h is None else None

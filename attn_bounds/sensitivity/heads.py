@@ -40,12 +40,16 @@ t is taken from X alone, neither from ε nor from what is switched on, so that t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..norms import gram_norm_upper, safe_sqrt, spectral_norm_upper, thin
+from .weights import LayerWeights
+from .weights import length as _length
 
 Moves = Literal["queries", "context", "both"]
 GROUP_WORK = 2e9  # multiplications that matrices per row may take, their eigenvalues counted thirty-fold
@@ -63,30 +67,48 @@ def score_move(eps: Tensor, a: Tensor, b: Tensor, c: Tensor, moves: Moves, tied:
     return eps * safe_sqrt(a.square() + b.square()) + 0.5 * eps.square() * c
 
 
-class Heads(NamedTuple):
-    """A layer at its clean input and what is known of each head, float64.
+class Moved(NamedTuple):
+    """What is known of each head for one ε.
 
     Attributes:
-        c: (…, m, d_c). p: (…, H, n, m). q: (…, H, n, dk), bias included, times the scale.
-        w_q: (H, d_q, dk), times the scale. w_k, w_v: (H, d_c, dk or dv). w_o: (H, dv, d_out).
         slope: (…, H, n), L per row. high: (…, H, n, m), p̄; None if not known.
         whole: (…, H), bound of `‖ΔP_h‖_F`. rows: (…, H, n), of `‖ΔP_h,r‖`.
+    """
+
+    slope: Tensor
+    high: Tensor | None
+    whole: Tensor
+    rows: Tensor
+
+
+class _Fixed(NamedTuple):
+    """Of head weights t, what does not depend on ε.
+
+    Attributes:
+        growth: `‖[W_h / t_h]‖`. values: `‖[C W_h / t_h]‖` per set of keys. both: `‖[t_h A_h]‖`. (…) each.
+    """
+
+    growth: Tensor
+    values: list[Tensor]
+    both: Tensor
+
+
+@dataclass
+class Heads:
+    """A layer at its clean input, float64; what depends on it alone is computed once.
+
+    Attributes:
+        weights: those of the layer.
+        c: (…, m, d_c). p: (…, H, n, m). q: (…, H, n, dk), bias included, times the scale.
         group, members: sets of keys that rows see; see `key._row_groups`.
         rounding: relative, of products. moves, tied: what is perturbed.
         centre_values, centre_keys: as `layer.Improvements`.
     """
 
+    weights: LayerWeights
     c: Tensor
     p: Tensor
     q: Tensor
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
-    w_o: Tensor
-    slope: Tensor
-    high: Tensor | None
-    whole: Tensor
-    rows: Tensor
     group: Tensor
     members: list[Tensor]
     rounding: float
@@ -95,28 +117,78 @@ class Heads(NamedTuple):
     centre_values: bool
     centre_keys: bool
 
+    @property
+    def large(self) -> bool:
+        """Whether norms are estimated before any is proved."""
+        return self.weights.k_rows.large
+
+    @cached_property
     def errors(self) -> tuple[Tensor, Tensor, Tensor]:
         """What rounding may do to `A_h`, `W_h` and `B_h`, in Frobenius norm: (H), (H), (…, H)."""
-        q, k, v, o = (_length(w.detach().flatten(1)) for w in (self.w_q, self.w_k, self.w_v, self.w_o))
-        return (
-            self.rounding * q * k,
-            self.rounding * v * o,
-            self.rounding * k * _length(self.q.detach().flatten(-2)),
-        )
+        w = self.weights
+        scores, values = self.rounding * w.score_size, self.rounding * w.value_size
+        return scores, values, self.rounding * w.key_size * _length(self.q.detach().flatten(-2))
 
+    @cached_property
+    def c_size(self) -> Tensor:
+        """`‖C‖_F`, (…)."""
+        return _length(self.c.detach().flatten(-2))
 
-def _length(x: Tensor) -> Tensor:
-    return safe_sqrt(x.square().sum(-1))
+    @cached_property
+    def weightings(self) -> list[Tensor]:
+        """Three choices of t, (…, H) each; the second balances heads for small ε, the third for large ones."""
+        w = self.weights
+        shifted = (self.c - self.c.mean(-2, keepdim=True)).unsqueeze(-3)
+        own_move = spectral_norm_upper(w.scale * shifted @ w.w_k @ w.thin_q.mT)
+        own_move = own_move + spectral_norm_upper(self.q @ w.thin_k.mT)
+        size = spectral_norm_upper(shifted @ w.w_v @ w.thin_o.mT)
+        steep = _steepness(self.p).amax(-1)
+        balanced = _balance(size.unsqueeze(-1), (steep * own_move).unsqueeze(-1)).squeeze(-1)
+        at_limit = _balance(size.unsqueeze(-1), torch.ones_like(size).unsqueeze(-1)).squeeze(-1)
+        return [torch.ones_like(balanced), balanced, at_limit]
+
+    @cached_property
+    def keys(self) -> list[Tensor]:
+        """`C W_K` per set of keys, in a basis of its own: (…, H, dk, dk)."""
+        found = []
+        for seen in self.members:
+            c = self.c[..., seen, :]
+            c = c - c.mean(-2, keepdim=True) if self.centre_keys else c
+            found.append(self.weights.layer.factor() * thin(c.unsqueeze(-3) @ self.weights.w_k))
+        return found
+
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """`C W_V` per set of keys, in a basis of its own: (…, H, dv, dv)."""
+        found = []
+        for seen in self.members:
+            c = self.c[..., seen, :]
+            c = c - c.mean(-2, keepdim=True) if self.centre_values else c
+            found.append(thin(c.unsqueeze(-3) @ self.weights.w_v))
+        return found
+
+    def fixed(self, which: int, proved: bool) -> _Fixed:
+        """For one of `weightings`."""
+        if (which, proved) not in self._known:
+            t = self.weightings[which][..., None, None]
+            w = self.weights
+            o_norm = w.o_rows.norm if proved else w.o_rows.estimate
+            q_norm = w.q_rows.norm if proved else w.q_rows.estimate
+            self._known[which, proved] = _Fixed(
+                o_norm(w.thin_v / t),
+                [o_norm(v / t) for v in self.values],
+                q_norm(t * w.layer.factor() * w.thin_k),
+            )
+        return self._known[which, proved]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, bool], _Fixed]:
+        return {}
 
 
 def _below(x: Tensor) -> Tensor:
     """Norm of heads below each other: (…, H, r, c) → (…)."""
     return spectral_norm_upper(x.flatten(-3, -2))
-
-
-def _beside(x: Tensor) -> Tensor:
-    """Norm of heads side by side: (…, H, r, c) → (…)."""
-    return spectral_norm_upper(x.transpose(-3, -2).flatten(-2))
 
 
 def _balance(value: Tensor, move: Tensor) -> Tensor:
@@ -136,64 +208,60 @@ def _steepness(p: Tensor) -> Tensor:
     return top[..., 0] * (1.0 - top[..., 0] + top[..., -1])
 
 
-def stacked(h: Heads, eps: Tensor, weighted: bool) -> Tensor:
+def stacked(h: Heads, moved: Moved, eps: Tensor, weighted: bool) -> Tensor:
     """Bound of `‖R‖_F`; see the module's docstring. eps (…) → (…)."""
-    # A and W up to a change of basis of what heads do not share
-    a, w = h.w_q @ thin(h.w_k).mT, thin(h.w_v) @ h.w_o
-    shifted = (h.c - h.c.mean(-2, keepdim=True)).unsqueeze(-3)
-    steep = _steepness(h.p)
-    own_move = spectral_norm_upper(shifted @ h.w_k @ thin(h.w_q).mT) + spectral_norm_upper(
-        h.q @ thin(h.w_k).mT
-    )
-    size = spectral_norm_upper(shifted @ h.w_v @ thin(h.w_o.mT).mT)
-    balanced = _balance(size.unsqueeze(-1), (steep.amax(-1) * own_move).unsqueeze(-1)).squeeze(-1)
-    at_limit = _balance(size.unsqueeze(-1), torch.ones_like(size).unsqueeze(-1)).squeeze(-1)
     best = torch.full_like(eps, torch.inf)
     alone: list[Tensor] = []
-    for t in (torch.ones_like(balanced), balanced, at_limit):
-        whole, rows = _stacked(h, eps, a, w, t)
+    choices = range(len(h.weightings))
+    promising: Tensor | None = None
+    if h.large:  # all are valid: what is proved is only the one that promises most, of each sample
+        promising = torch.stack([_stacked(h, moved, eps, i, False)[0].detach() for i in choices]).argmin(0)
+    for i in choices:
+        if promising is not None and not bool((promising == i).any()):
+            continue
+        whole, rows = _stacked(h, moved, eps, i, True)
+        if promising is not None:
+            whole = torch.where(promising == i, whole, torch.inf)
+            rows = torch.where((promising == i).unsqueeze(-1), rows, torch.inf)
         best = torch.minimum(best, whole)
         alone.append(rows)
-    if weighted and h.high is not None:
-        for whole, rows in _weighted(h, h.high, eps, a, w, balanced):
+    if weighted and moved.high is not None:
+        for whole, rows in _weighted(h, moved.high, moved.slope, eps):
             best = torch.minimum(best, whole)
             alone.append(rows)
     return torch.minimum(best, _length(torch.stack(alone).amin(0)))
 
 
-def _stacked(h: Heads, eps: Tensor, a: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """For head weights t (…, H): the bound (…), and of each row alone (…, n)."""
-    a_error, w_error, b_error = h.errors()
+def _stacked(h: Heads, moved: Moved, eps: Tensor, which: int, proved: bool) -> tuple[Tensor, Tensor]:
+    """For one choice of head weights: the bound (…), and of each row alone (…, n). An estimate unless proved."""
+    w, t, fixed = h.weights, h.weightings[which], h.fixed(which, proved)
+    q_norm = w.q_rows.norm if proved else w.q_rows.estimate
+    k_norm = w.k_rows.norm if proved else w.k_rows.estimate
+    a_error, w_error, b_error = h.errors
     moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
-    growth = _below(w / t[..., None, None]) + _length(w_error / t)
-    c_size = _length(h.c.detach().flatten(-2))
-    values, keys = [], []
-    for seen in h.members:
-        c = h.c[..., seen, :]
-        shifted = c - c.mean(-2, keepdim=True)
-        v = thin((shifted if h.centre_values else c).unsqueeze(-3) @ h.w_v) @ h.w_o
-        values.append(_below(v / t[..., None, None]) + c_size * _length(w_error / t))
-        keys.append(shifted if h.centre_keys else c)
-    value = torch.stack(values, -1)[..., h.group] + (moved_values * growth).unsqueeze(-1)  # (…, n)
-    weight = t.unsqueeze(-1) * h.slope * value.unsqueeze(-2)  # ω, (…, H, n)
+    w_error = _length(w_error / t)
+    value = torch.stack(fixed.values, -1)[..., h.group] + (h.c_size * w_error).unsqueeze(-1)
+    value = value + (moved_values * (fixed.growth + w_error)).unsqueeze(-1)  # V, (…, n)
+    weight = t.unsqueeze(-1) * moved.slope * value.unsqueeze(-2)  # ω, (…, H, n)
     parts = []
-    for i, k in enumerate(keys):
+    for i, k in enumerate(h.keys):
         most = weight[..., h.group == i].amax(-1)  # (…, H)
-        parts.append(
-            _beside(most[..., None, None] * (h.w_q @ thin(k.unsqueeze(-3) @ h.w_k).mT))
-            + c_size * _length(most * a_error)
-        )
+        parts.append(q_norm(most[..., None, None] * k) + h.c_size * _length(most * a_error))
     most = weight.amax(-1)
+    if h.large:  # in all heads at most as many times as in one
+        both = (most / t).amax(-1) * fixed.both
+    else:
+        both = q_norm(most[..., None, None] * w.layer.factor() * w.thin_k)
     shared = score_move(
         eps,
         torch.stack(parts).amax(0),
-        _below(thin(weight.unsqueeze(-1) * h.q) @ h.w_k.mT) + _length(most * b_error),
-        _beside(most[..., None, None] * a) + _length(most * a_error),
+        k_norm(thin(weight.unsqueeze(-1) * h.q)) + _length(most * b_error),
+        both + _length(most * a_error),
         h.moves,
         h.tied,
     ).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    rows = _length((t.unsqueeze(-1) * h.rows).transpose(-2, -1)) * value
-    heads = _length(t * h.whole) * value.amax(-1)
+    rows = _length((t.unsqueeze(-1) * moved.rows).transpose(-2, -1)) * value
+    heads = _length(t * moved.whole) * value.amax(-1)
     return torch.minimum(shared, heads), rows
 
 
@@ -217,36 +285,40 @@ def _largest(x: Tensor, group: Tensor, count: int) -> Tensor:
     return torch.stack([x[..., group == i, :].amax(-2) for i in range(count)], -2)
 
 
-def _weighted(
-    h: Heads, high: Tensor, eps: Tensor, a: Tensor, w: Tensor, balanced: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def _weighted(h: Heads, high: Tensor, slope: Tensor, eps: Tensor) -> list[tuple[Tensor, Tensor]]:
     """For two choices of t, which may differ by row: the bound (…), and of each row alone (…, n)."""
     n, m = high.shape[-2:]
     lead = max(eps.numel(), 1)
-    (heads, d_q, dk), (dv, d_out), d_c = h.w_q.shape, h.w_o.shape[1:], h.w_k.shape[1]
+    w_q, w_k, w_v, w_o = (x for x in (h.weights.w_q, h.weights.w_k, h.weights.w_v, h.weights.w_o))
+    (heads, d_q, dk), (dv, d_out), d_c = w_q.shape, w_o.shape[1:], w_k.shape[1]
     work = heads * (m * (dk**2 + dv**2) + dk * d_q**2 + dv * d_out**2) + 60.0 * (d_q**3 + d_out**3)
     memory = heads * (m * (dk + dv) + d_q**2 + d_out**2)
     count = int(min(n, GROUP_WORK / work, GROUP_MEMORY / (lead * memory)))
     if count < 1:
         return []
+    w_q = h.weights.layer.factor() * w_q
+    balanced = h.weightings[1]
+    # A and W up to a change of basis of what heads do not share
+    a, w = w_q @ h.weights.thin_k.mT, h.weights.thin_v @ w_o
+    row_slope = slope
     group = _row_order(h.p, count)
-    heavy, slope = _largest(high, group, count), _largest(h.slope.unsqueeze(-1), group, count).squeeze(-1)
-    a_error, w_error, b_error = h.errors()
+    heavy, slope = _largest(high, group, count), _largest(slope.unsqueeze(-1), group, count).squeeze(-1)
+    a_error, w_error, b_error = h.errors
     moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
-    c_size = _length(h.c.detach().flatten(-2))
+    c_size = h.c_size
 
     mean = h.c.mean(-2, keepdim=True)
-    values = _gram((h.c - mean if h.centre_values else h.c).unsqueeze(-3) @ h.w_v, heavy, h.centre_values)
-    values = h.w_o.mT.unsqueeze(-3) @ values @ h.w_o.unsqueeze(-3)  # (…, H, G, d_out, d_out)
-    keys = _gram((h.c - mean if h.centre_keys else h.c).unsqueeze(-3) @ h.w_k, heavy, h.centre_keys)
-    keys = h.w_q.unsqueeze(-3) @ keys @ h.w_q.mT.unsqueeze(-3)  # (…, H, G, d_q, d_q)
+    values = _gram((h.c - mean if h.centre_values else h.c).unsqueeze(-3) @ w_v, heavy, h.centre_values)
+    values = w_o.mT.unsqueeze(-3) @ values @ w_o.unsqueeze(-3)  # (…, H, G, d_out, d_out)
+    keys = _gram((h.c - mean if h.centre_keys else h.c).unsqueeze(-3) @ w_k, heavy, h.centre_keys)
+    keys = w_q.unsqueeze(-3) @ keys @ w_q.mT.unsqueeze(-3)  # (…, H, G, d_q, d_q)
     # the same at P(X), centred, by Frobenius norms: a choice of t that depends on X alone
     at_x = _largest(h.p, group, count)
-    v_size = _gram((h.c - mean).unsqueeze(-3) @ h.w_v, at_x, True)
-    v_size = (v_size * (h.w_o @ h.w_o.mT).unsqueeze(-3)).sum((-2, -1))
-    k_size = _gram((h.c - mean).unsqueeze(-3) @ h.w_k, at_x, True)
-    k_size = (k_size * (h.w_q.mT @ h.w_q).unsqueeze(-3)).sum((-2, -1))
-    own = _length(h.q @ thin(h.w_k).mT)  # of the rows of B_h
+    v_size = _gram((h.c - mean).unsqueeze(-3) @ w_v, at_x, True)
+    v_size = (v_size * (w_o @ w_o.mT).unsqueeze(-3)).sum((-2, -1))
+    k_size = _gram((h.c - mean).unsqueeze(-3) @ w_k, at_x, True)
+    k_size = (k_size * (w_q.mT @ w_q).unsqueeze(-3)).sum((-2, -1))
+    own = _length(h.q @ thin(w_k).mT)  # of the rows of B_h
     b_size = _steepness(h.p) * own.square()
     b_size = _largest(b_size.unsqueeze(-1), group, count).squeeze(-1)
     by_row = _balance(safe_sqrt(v_size), safe_sqrt(k_size) + safe_sqrt(b_size))
@@ -266,10 +338,10 @@ def _weighted(
         side = safe_sqrt(_top(keys, t.square(), h.rounding))
         side = side + c_size.unsqueeze(-1) * _length((a_error.unsqueeze(-1) * t).mT)
         ratio = (t * root / balanced.unsqueeze(-1)).amax(-2)
-        both = ratio * (_beside(balanced[..., None, None] * a) + _length(balanced * a_error)).unsqueeze(-1)
+        both = ratio * (_below((balanced[..., None, None] * a).mT) + _length(balanced * a_error)).unsqueeze(-1)
         weight = (t * value.unsqueeze(-2))[..., group]  # (…, H, n)
-        row_root = safe_sqrt(h.slope)
-        context = _below(thin((weight * row_root).unsqueeze(-1) * h.q) @ h.w_k.mT)
+        row_root = safe_sqrt(row_slope)
+        context = _below(thin((weight * row_root).unsqueeze(-1) * h.q) @ w_k.mT)
         if columns is not None:
             context = torch.minimum(context, _by_column(h, columns, weight.square()))
         context = context + _length((weight * row_root).amax(-1) * b_error)
@@ -313,5 +385,6 @@ def _columns(high: Tensor, count: int, work: float, memory: float) -> Tensor | N
 def _by_column(h: Heads, columns: Tensor, weight: Tensor) -> Tensor:
     """`max_c λ_max(Σ_hr weight_hr p̄_h,rc B_h,rᵀ B_h,r)^½`, (…, H, n) → (…)."""
     inner = torch.einsum("...hnc,...hnk,...hnl->...hckl", columns * weight.unsqueeze(-1), h.q, h.q)
-    outer = h.w_k.unsqueeze(-3) @ inner @ h.w_k.mT.unsqueeze(-3)  # (…, H, columns, d_c, d_c)
+    w_k = h.weights.w_k.unsqueeze(-3)
+    outer = w_k @ inner @ w_k.mT  # (…, H, columns, d_c, d_c)
     return safe_sqrt(_top(outer, torch.ones_like(outer[..., 0, 0]), h.rounding).amax(-1))

@@ -28,103 +28,19 @@ it the layer (theory.md, (3)). `heads.py` bounds that part for all heads at once
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..kronecker import kronecker_sum_norm_upper
-from ..norms import round_up, safe_sqrt, spectral_norm_upper, thin
-from .heads import Heads, Moves, score_move, stacked
+from ..norms import round_up, safe_sqrt, spectral_norm_upper
+from .heads import Heads, Moved, Moves, score_move, stacked
 from .layer import AttentionLayer, Improvements
-from .softmax import FULLY_MASKED, jacobian_norm_upper, probability_box
+from .softmax import FULLY_MASKED, jacobian_norm_on_box
+from .weights import LayerWeights, length
 
-EPS = torch.finfo(torch.float64).eps
 ROW_GROUPS = 16  # at most so many sets of keys are told apart among masked rows
-
-
-class _Heads(NamedTuple):
-    """Weights per head, float64: (heads, d, dk) or (heads, dv, d_out)."""
-
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
-    w_o: Tensor
-
-    def size(self) -> tuple[Tensor, Tensor]:
-        """`‖W_Q‖_F ‖W_K‖_F` and `‖W_V‖_F ‖W_O‖_F`, the units of rounding in their products: (heads) each."""
-        q, k, v, o = (_length(w.detach().flatten(1)) for w in self)
-        return q * k, v * o
-
-
-def _length(x: Tensor) -> Tensor:
-    return safe_sqrt(x.square().sum(-1))
-
-
-def _heads(layer: AttentionLayer) -> _Heads:
-    repeat = layer.heads // layer.groups
-
-    def split(w: Tensor, count: int, times: int) -> Tensor:
-        return w.double().unflatten(1, (count, -1)).transpose(0, 1).repeat_interleave(times, 0)
-
-    w_o = layer.w_o.double().unflatten(0, (layer.heads, -1))
-    return _Heads(
-        split(layer.w_q, layer.heads, 1),
-        split(layer.w_k, layer.groups, repeat),
-        split(layer.w_v, layer.groups, repeat),
-        w_o,
-    )
-
-
-class _State(NamedTuple):
-    """The layer at its clean inputs, float64. Scores are −inf at masked keys in `allowed` only."""
-
-    y: Tensor  # (…, n, d_q)
-    c: Tensor  # (…, m, d_c)
-    heads: _Heads
-    q: Tensor  # (…, heads, n, dk), bias included, times the scale
-    scores: Tensor  # (…, heads, n, m)
-    allowed: Tensor  # the same, bool
-    p: Tensor  # the same
-    tied: bool
-    scale: float  # its size
-    rounding: float  # relative, of the products that are formed
-
-
-def _state(x: Tensor, layer: AttentionLayer, context: Tensor | None) -> _State:
-    tied = context is None
-    other = x if context is None else context
-    for name, value, width in (("x", x, layer.w_q.shape[0]), ("context", other, layer.w_k.shape[0])):
-        if value.ndim < 2 or value.shape[-1] != width or value.shape[-2] == 0:
-            raise ValueError(f"{name} must be (…, tokens, {width}), got {tuple(value.shape)}")
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"{name} has entries that are not finite")
-    n, m = x.shape[-2], other.shape[-2]
-    if isinstance(layer.skip, Tensor) and layer.skip.shape[0] != n:
-        raise ValueError(f"skip is for {layer.skip.shape[0]} tokens, the input has {n}")
-    y, c, heads = x.double(), other.double(), _heads(layer)
-    q = y.unsqueeze(-3) @ heads.w_q
-    if layer.b_q is not None:
-        q = q + layer.b_q.double().unflatten(0, (layer.heads, 1, -1))
-    q = q * layer.factor()
-    scores = q @ (c.unsqueeze(-3) @ heads.w_k).mT  # the key bias only adds a constant to each row
-    allowed = torch.ones_like(scores, dtype=torch.bool)
-    if layer.mask is not None:
-        try:
-            mask = layer.mask.expand(scores.shape)
-        except RuntimeError:
-            raise ValueError(
-                f"mask {tuple(layer.mask.shape)} does not fit scores {tuple(scores.shape)}"
-            ) from None
-        allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
-        seen = mask if mask.dtype == torch.bool else mask > FULLY_MASKED
-        if not bool(seen.any(-1).all()):
-            raise ValueError("the mask hides every key of some query: its attention is undefined")
-        if mask.dtype != torch.bool:
-            scores = scores + torch.where(allowed, mask.double(), 0.0)
-    p = torch.softmax(torch.where(allowed, scores, -torch.inf), -1)
-    rounding = 32.0 * (y.shape[-1] + c.shape[-1] + q.shape[-1] + heads.w_v.shape[-1] + m) * EPS
-    return _State(y, c, heads, q, scores, allowed, p, tied, abs(layer.factor()), rounding)
 
 
 def _check_moves(moves: Moves, tied: bool) -> None:
@@ -159,28 +75,8 @@ def key_sensitivity(
 
     Source: Havens et al., ICML 2024, the key-sensitivity metric; theory.md, (2).
     """
-    _check_moves(moves, context is None)
-    return round_up(_sensitivity(_state(x, layer, context), layer, moves, dense_size), x.dtype)
-
-
-def _sensitivity(s: _State, layer: AttentionLayer, moves: Moves, dense_size: int | None) -> Tensor:
-    n = s.y.shape[-2]
-    skip = None
-    if isinstance(layer.skip, Tensor):
-        skip = layer.skip.double()
-    elif layer.skip:
-        skip = torch.eye(n, dtype=torch.float64, device=s.y.device)
-    w = s.heads.w_v @ s.heads.w_o
-    slack = _linear_slack(s)
-    if s.tied and skip is not None:
-        eye = torch.eye(w.shape[-1], dtype=torch.float64, device=w.device)
-        p = torch.cat([skip.expand(*s.p.shape[:-3], 1, n, n), s.p], -3)
-        return kronecker_sum_norm_upper(p, torch.cat([eye.unsqueeze(0), w]), dense_size) + slack
-    own = torch.zeros_like(slack) if skip is None else spectral_norm_upper(skip).expand(slack.shape)
-    if moves == "queries":
-        return own
-    linear = kronecker_sum_norm_upper(s.p, w, dense_size) + slack
-    return linear if s.tied or moves == "context" else safe_sqrt(own.square() + linear.square())
+    at = LayerAt(x, LayerWeights(layer), context, moves)
+    return round_up(at.sensitivity(dense_size), x.dtype)
 
 
 def layer_bound(
@@ -195,7 +91,8 @@ def layer_bound(
     """Bound of `‖F(X') − F(X)‖_F` over all `‖X' − X‖_F ≤ ε`, monotone in ε. Differentiable.
 
     With a context `moves` says what is perturbed: the queries' tokens, the context's, or both, and then ε is
-    the radius of the joint ball `‖E‖² + ‖G‖² ≤ ε²`.
+    the radius of the joint ball `‖E‖² + ‖G‖² ≤ ε²`. For many radii around one input, or many inputs of one
+    layer: `LayerAt`.
 
     Arguments:
         x: (…, n, d_q), tokens of the queries.
@@ -212,173 +109,325 @@ def layer_bound(
 
     Source: Havens et al., ICML 2024, local bound of a layer; theory.md, (3) and what follows it.
     """
-    use = Improvements() if use is None else use
-    _check_moves(moves, context is None)
-    s = _state(x, layer, context)
-    radius = torch.as_tensor(eps, dtype=torch.float64, device=x.device)
-    if not bool((radius >= 0).all()):
-        raise ValueError(f"eps must be a radius, not negative: {eps}")
-    try:
-        radius = radius.expand(s.p.shape[:-3])
-    except RuntimeError:
-        raise ValueError(f"eps {tuple(radius.shape)} does not fit inputs {tuple(s.p.shape[:-3])}") from None
-    first = radius * _sensitivity(s, layer, moves, dense_size)
-    second = _second_part(s, radius.unsqueeze(-1), moves, use, layer.factor())
-    total = (first + second) * (1.0 + 1e-13)
-    # 0 · ∞ is a NaN; where ε = 0 nothing moves
-    total = torch.where(
-        radius > 0, total.nan_to_num(nan=torch.inf, posinf=torch.inf), torch.zeros_like(total)
-    )
-    return round_up(total, x.dtype)
+    return round_up(LayerAt(x, LayerWeights(layer), context, moves, use).bound(eps, dense_size), x.dtype)
 
 
-class Parts(NamedTuple):
-    """A self-attention layer's move, `Σ_h P_h E W_h + R` without its skip connection, float64.
-
-    Attributes:
-        p: (heads, n, n) at the clean input. w: (heads, d, d_out).
-        rest: (heads), `‖R‖_F` is at most its sum; rounding of p and w is in it.
-    """
-
-    p: Tensor
-    w: Tensor
-    rest: Tensor
+def _at_most(total: Tensor, radius: Tensor) -> Tensor:
+    """A bound of a move, rounded up; 0 · ∞ is a NaN, and where ε = 0 nothing moves."""
+    total = (total * (1.0 + 1e-13)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return torch.where(radius > 0, total, torch.zeros_like(total))
 
 
-def layer_parts(x: Tensor, eps: float, layer: AttentionLayer, use: Improvements | None = None) -> Parts:
-    """(1) term by term, for those who go on with the linear part: a network is more than one layer.
+class LayerAt:
+    """A layer at its clean inputs, float64; bounds for radii around them share what does not depend on ε.
 
     Arguments:
-        x: (n, d). eps, use: as in `layer_bound`; the layer's skip connection is left out.
+        x, context, moves, use: as in `layer_bound`.
+        q: (…, H, n, dk), the queries if they are known, bias included.
+
+    Attributes:
+        y: (…, n, d_q). c: (…, m, d_c). q: (…, H, n, dk), bias included, times the scale.
+        scores, p, allowed: (…, H, n, m). Scores are −inf at masked keys in `allowed` only.
+        rounding: relative, of the products that are formed. tied: whether queries and context are one input.
+        heads: what `heads.py` has.
 
     Raises:
-        ValueError: as `layer_bound`.
-
-    Source: as `layer_bound`.
+        ValueError: as `key_sensitivity`.
     """
-    s = _state(x, layer, None)
-    radius = torch.as_tensor(eps, dtype=torch.float64, device=x.device)
-    second = _second_part(
-        s, radius.reshape(1), "both", Improvements() if use is None else use, layer.factor()
-    )
-    slack = _linear_slack(s) * radius / layer.heads
-    rest = (second + slack) * (1.0 + 1e-13) if eps > 0 else torch.zeros_like(second)
-    return Parts(s.p, s.heads.w_v @ s.heads.w_o, rest.nan_to_num(nan=torch.inf, posinf=torch.inf))
 
+    def __init__(
+        self,
+        x: Tensor,
+        weights: LayerWeights,
+        context: Tensor | None = None,
+        moves: Moves = "both",
+        use: Improvements | None = None,
+        q: Tensor | None = None,
+    ) -> None:
+        self.weights, self.moves = weights, moves
+        self.use = Improvements() if use is None else use
+        self.tied = context is None
+        _check_moves(moves, self.tied)
+        layer = weights.layer
+        other = x if context is None else context
+        for name, value, width in (("x", x, layer.w_q.shape[0]), ("context", other, layer.w_k.shape[0])):
+            if value.ndim < 2 or value.shape[-1] != width or value.shape[-2] == 0:
+                raise ValueError(f"{name} must be (…, tokens, {width}), got {tuple(value.shape)}")
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{name} has entries that are not finite")
+        n, m = x.shape[-2], other.shape[-2]
+        if isinstance(layer.skip, Tensor) and layer.skip.shape[0] != n:
+            raise ValueError(f"skip is for {layer.skip.shape[0]} tokens, the input has {n}")
+        self.y, self.c = x.double(), other.double()
+        if q is None:
+            q = self.y.unsqueeze(-3) @ weights.w_q
+            if layer.b_q is not None:
+                q = q + layer.b_q.double().unflatten(0, (layer.heads, 1, -1))
+        self.q = q * layer.factor()
+        # the key bias only adds a constant to each row
+        scores = self.q @ (self.c.unsqueeze(-3) @ weights.w_k).mT
+        allowed = torch.ones_like(scores, dtype=torch.bool)
+        if layer.mask is not None:
+            try:
+                mask = layer.mask.expand(scores.shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"mask {tuple(layer.mask.shape)} does not fit scores {tuple(scores.shape)}"
+                ) from None
+            allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
+            seen = mask if mask.dtype == torch.bool else mask > FULLY_MASKED
+            if not bool(seen.any(-1).all()):
+                raise ValueError("the mask hides every key of some query: its attention is undefined")
+            if mask.dtype != torch.bool:
+                scores = scores + torch.where(allowed, mask.double(), 0.0)
+        self.scores, self.allowed = scores, allowed
+        self.p = torch.softmax(torch.where(allowed, scores, -torch.inf), -1)
+        self.rounding = weights.rounding(m)
+        self._sensitivities: dict[int | None, Tensor] = {}
 
-def _linear_slack(s: _State) -> Tensor:
-    """What rounding of P and W adds to the norm of `E ↦ Σ P_h E W_h`: |δP| ≤ rounding · P (1 + |S|)."""
-    spread = torch.where(s.allowed, s.p * s.scores.abs(), 0.0).detach().flatten(-3).amax(-1)
-    return s.rounding * s.y.shape[-2] ** 0.5 * (1.0 + spread) * s.heads.size()[1].sum()
+    def radius(self, eps: float | Tensor) -> Tensor:
+        """ε for each input, float64."""
+        radius = torch.as_tensor(eps, dtype=torch.float64, device=self.p.device)
+        if not bool((radius >= 0).all()):
+            raise ValueError(f"eps must be a radius, not negative: {eps}")
+        lead = self.p.shape[:-3]
+        try:
+            return radius.expand(lead)
+        except RuntimeError:
+            raise ValueError(f"eps {tuple(radius.shape)} does not fit inputs {tuple(lead)}") from None
 
+    def bound(self, eps: float | Tensor, dense_size: int | None = None) -> Tensor:
+        """`layer_bound`, float64."""
+        radius = self.radius(eps)
+        if dense_size not in self._sensitivities:
+            self._sensitivities[dense_size] = self.sensitivity(dense_size)
+        return _at_most(radius * self._sensitivities[dense_size] + self.second_part(radius), radius)
 
-class _Sizes(NamedTuple):
-    """Norms for one set of keys: `‖A Cᵀ‖`, `‖C W‖`, (…, heads) each."""
+    # -- the linear part -----------------------------------------------------------------------------------
 
-    keys: Tensor
-    values: Tensor
+    def sensitivity(self, dense_size: int | None = None) -> Tensor:
+        """`key_sensitivity`, float64."""
+        layer, n = self.weights.layer, self.y.shape[-2]
+        skip = None
+        if isinstance(layer.skip, Tensor):
+            skip = layer.skip.double()
+        elif layer.skip:
+            skip = torch.eye(n, dtype=torch.float64, device=self.y.device)
+        slack, weights = self.linear_slack, self.weights
+        if self.tied and skip is not None:
+            found = weights.sum_norm(self.p, True, dense_size) if layer.skip is True else None
+            if found is None:
+                w = weights.w_v @ weights.w_o
+                eye = torch.eye(w.shape[-1], dtype=torch.float64, device=w.device)
+                p = torch.cat([skip.expand(*self.p.shape[:-3], 1, n, n), self.p], -3)
+                found = kronecker_sum_norm_upper(p, torch.cat([eye.unsqueeze(0), w]), dense_size)
+            return found + slack
+        own = torch.zeros_like(slack) if skip is None else spectral_norm_upper(skip).expand(slack.shape)
+        if self.moves == "queries":
+            return own
+        linear = weights.sum_norm(self.p, False, dense_size)
+        if linear is None:
+            linear = kronecker_sum_norm_upper(self.p, weights.w_v @ weights.w_o, dense_size)
+        linear = linear + slack
+        return linear if self.tied or self.moves == "context" else safe_sqrt(own.square() + linear.square())
 
+    @cached_property
+    def linear_slack(self) -> Tensor:
+        """What rounding of P and W adds to the norm of `E ↦ Σ P_h E W_h`: |δP| ≤ rounding · P (1 + |S|)."""
+        spread = torch.where(self.allowed, self.p * self.scores.abs(), 0.0).detach().flatten(-3).amax(-1)
+        tokens = self.y.shape[-2] ** 0.5
+        return self.rounding * tokens * (1.0 + spread) * self.weights.value_size.sum()
 
-def _sizes(s: _State, a: Tensor, w: Tensor, keys: Tensor, use: Improvements) -> _Sizes:
-    """With keys (m), bool: which of them count. Centred is not above as it is, up to rounding."""
-    c = s.c[..., keys, :]
-    shifted = c - c.mean(-2, keepdim=True)
+    # -- the second part -----------------------------------------------------------------------------------
 
-    def norm(right: Tensor, centred: bool) -> Tensor:
-        plain = spectral_norm_upper(c.unsqueeze(-3) @ right)
-        return torch.minimum(plain, spectral_norm_upper(shifted.unsqueeze(-3) @ right)) if centred else plain
+    def rest(self, eps: float) -> Tensor:
+        """Bound of `‖F(X') − F(X) − Σ_h P_h E W_h‖_F`, rounding of P and W included; the skip left out."""
+        radius = self.radius(eps)
+        return _at_most(self.second_part(radius) + self.linear_slack * radius, radius)
 
-    # rounding of each product
-    unit = s.rounding * _length(c.detach().flatten(-2)).unsqueeze(-1)
-    score_size, value_size = s.heads.size()
-    score_size = score_size * s.scale
-    return _Sizes(
-        norm(a.mT, use.centre_keys) + unit * score_size,
-        norm(w, use.centre_values) + unit * value_size,
-    )
+    def second_part(self, eps: Tensor) -> Tensor:
+        """Bound of `‖Σ_h (P'_h − P_h)(C + G) W_h‖_F`: (…) → (…)."""
+        use, n, everything = self.use, self.p.shape[-2], self._everything
+        eps = eps.unsqueeze(-1)
+        moved_values = torch.zeros_like(eps) if self.moves == "queries" else eps
+        limit = 0.5 if use.half else 1.0
+        slope = torch.full_like(self.scores[..., 0], limit)  # L per row
+        high = None
+        if use.local:
+            local, high = self._local_slopes(eps)
+            slope = torch.minimum(slope, local)
 
+        def move(keys: Tensor, rows: Tensor, both: Tensor) -> Tensor:
+            radius = eps if keys.ndim == eps.ndim else eps.unsqueeze(-1)
+            return score_move(radius, keys, rows, both, self.moves, self.tied)
 
-def _second_part(s: _State, eps: Tensor, moves: Moves, use: Improvements, scale: float) -> Tensor:
-    """Bound of `‖Σ_h (P'_h − P_h)(C + G) W_h‖_F`: eps (…, 1) → (…)."""
-    n, m = s.scores.shape[-2:]
-    score_size, value_size = s.heads.size()
-    score_size = score_size * s.scale
-    # A, W, B up to a change of basis on the side that only norms see: (heads, dk, d_c), (heads, d_c, dv),
-    # (…, heads, n, dk)
-    a = scale * thin(s.heads.w_q) @ s.heads.w_k.mT
-    w = s.heads.w_v @ thin(s.heads.w_o.mT).mT
-    b = s.q @ thin(s.heads.w_k).mT
-    a_size = spectral_norm_upper(a) + s.rounding * score_size
-    w_size = spectral_norm_upper(w) + s.rounding * value_size
-    b_rounding = s.rounding * _length(s.q.detach().flatten(-2)) * _length(s.heads.w_k.detach().flatten(1))
-    moved_values = torch.zeros_like(eps) if moves == "queries" else eps
+        keys, values = everything
+        value = values + moved_values * self._value_size
+        moved = (slope.amax(-1) * move(keys, self._row_norm, self._score_size)).clamp(max=(2.0 * n) ** 0.5)
+        by_head = moved * value
+        if not (use.per_row or use.stacked):
+            return by_head.sum(-1)
 
-    limit = 0.5 if use.half else 1.0
-    slope = torch.full_like(s.scores[..., 0], limit)  # L per row
-    high = None
-    if use.local:
-        local, high = _local_slopes(s, a, b, eps, a_size, moves, use.centre_keys)
-        slope = torch.minimum(slope, local)
+        row_keys, row_values = self._by_row
+        # each row takes all of ε, but none moves its probabilities by more than √2
+        alone = move(row_keys, self._row_lengths, self._score_size.unsqueeze(-1))
+        alone = (slope * alone).clamp(max=2.0**0.5)
+        if use.per_row:
+            row_values = row_values + (moved_values * self._value_size).unsqueeze(-1)  # (…, H, n), as keys
+            # all rows share one ε: Minkowski over the three parts of (2), each row weighted by L_r v_r
+            weight = slope * row_values
+            shared = move(
+                (weight * row_keys).amax(-1),
+                spectral_norm_upper(weight.unsqueeze(-1) * self._b) + weight.amax(-1) * self._b_rounding,
+                weight.amax(-1) * self._score_size,
+            )
+            capped = length(alone * row_values)
+            shared = shared.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            by_head = torch.minimum(by_head, torch.minimum(shared, capped))
+        total = by_head.sum(-1)
+        if not use.stacked:
+            return total
+        at_once = stacked(self.heads, Moved(slope, high, moved, alone), eps.squeeze(-1), use.weighted)
+        return torch.minimum(total, at_once.nan_to_num(nan=torch.inf, posinf=torch.inf))
 
-    everything = torch.ones(m, dtype=torch.bool, device=s.c.device)
-    sizes = _sizes(s, a, w, everything, use)
-    b_size = spectral_norm_upper(b) + b_rounding
-    move = score_move(eps, sizes.keys, b_size, a_size, moves, s.tied)
-    value = sizes.values + moved_values * w_size
-    moved = (slope.amax(-1) * move).clamp(max=(2.0 * n) ** 0.5)
-    by_head = moved * value
-    if not (use.per_row or use.stacked):
-        return by_head.sum(-1)
+    # A, W, B up to a change of basis on the side that only norms see, and their norms
 
-    group, members = _row_groups(s.allowed)
-    parts = [_sizes(s, a, w, keys, use) if not bool(keys.all()) else sizes for keys in members]
-    keys = torch.minimum(torch.stack([q.keys for q in parts], -1), sizes.keys.unsqueeze(-1))[..., group]
-    rows = _length(b) + b_rounding.unsqueeze(-1)
-    # each row takes all of ε, but none moves its probabilities by more than √2
-    alone = score_move(eps.unsqueeze(-1), keys, rows, a_size.unsqueeze(-1), moves, s.tied)
-    alone = (slope * alone).clamp(max=2.0**0.5)
-    if use.per_row:
-        values = torch.stack([q.values for q in parts], -1)
-        values = torch.minimum(values, sizes.values.unsqueeze(-1))[..., group]
-        values = values + (moved_values * w_size).unsqueeze(-1)  # (…, heads, n), as keys
-        # all rows share one ε: Minkowski over the three parts of (2), each row weighted by L_r v_r
-        weight = slope * values
-        shared = score_move(
-            eps,
-            (weight * keys).amax(-1),
-            spectral_norm_upper(weight.unsqueeze(-1) * b) + weight.amax(-1) * b_rounding,
-            weight.amax(-1) * a_size,
-            moves,
-            s.tied,
+    @cached_property
+    def _a(self) -> Tensor:
+        """(H, dk, d_c)."""
+        return self.weights.layer.factor() * self.weights.thin_q @ self.weights.w_k.mT
+
+    @cached_property
+    def _w(self) -> Tensor:
+        """(H, d_c, dv)."""
+        return self.weights.w_v @ self.weights.thin_o.mT
+
+    @cached_property
+    def _b(self) -> Tensor:
+        """(…, H, n, dk)."""
+        return self.q @ self.weights.thin_k.mT
+
+    @cached_property
+    def _b_rounding(self) -> Tensor:
+        return self.rounding * length(self.q.detach().flatten(-2)) * self.weights.key_size
+
+    @cached_property
+    def _score_size(self) -> Tensor:
+        """`‖A‖`, (H)."""
+        return self.weights.score_norm + self.rounding * self.weights.score_size
+
+    @cached_property
+    def _value_size(self) -> Tensor:
+        """`‖W‖`, (H)."""
+        return self.weights.value_norm + self.rounding * self.weights.value_size
+
+    @cached_property
+    def _row_norm(self) -> Tensor:
+        """`‖B‖`, (…, H)."""
+        return spectral_norm_upper(self._b) + self._b_rounding
+
+    @cached_property
+    def _row_lengths(self) -> Tensor:
+        """`‖B_r‖`, (…, H, n)."""
+        return length(self._b) + self._b_rounding.unsqueeze(-1)
+
+    @cached_property
+    def _everything(self) -> tuple[Tensor, Tensor]:
+        return self._sizes(torch.ones_like(self.allowed[..., 0, :].flatten(0, -2)[0]))
+
+    def _sizes(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """`‖A Cᵀ‖`, `‖C W‖`, (…, H) each, of the keys (m), bool, that count.
+
+        Centred is not above as it is, up to rounding."""
+        c = self.c[..., keys, :]
+        shifted = c - c.mean(-2, keepdim=True)
+
+        def norm(right: Tensor, centred: bool) -> Tensor:
+            plain = spectral_norm_upper(c.unsqueeze(-3) @ right)
+            if not centred:
+                return plain
+            return torch.minimum(plain, spectral_norm_upper(shifted.unsqueeze(-3) @ right))
+
+        unit = self.rounding * length(c.detach().flatten(-2)).unsqueeze(-1)  # rounding of each product
+        return (
+            norm(self._a.mT, self.use.centre_keys) + unit * self.weights.score_size,
+            norm(self._w, self.use.centre_values) + unit * self.weights.value_size,
         )
-        capped = _length(alone * values)
-        shared = shared.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        by_head = torch.minimum(by_head, torch.minimum(shared, capped))
-    total = by_head.sum(-1)
-    if not use.stacked:
-        return total
-    together = Heads(
-        c=s.c,
-        p=s.p,
-        q=s.q,
-        w_q=scale * s.heads.w_q,
-        w_k=s.heads.w_k,
-        w_v=s.heads.w_v,
-        w_o=s.heads.w_o,
-        slope=slope,
-        high=high,
-        whole=moved,
-        rows=alone,
-        group=group,
-        members=members,
-        rounding=s.rounding,
-        moves=moves,
-        tied=s.tied,
-        centre_values=use.centre_values,
-        centre_keys=use.centre_keys,
-    )
-    at_once = stacked(together, eps.squeeze(-1), use.weighted)
-    return torch.minimum(total, at_once.nan_to_num(nan=torch.inf, posinf=torch.inf))
+
+    @cached_property
+    def _by_row(self) -> tuple[Tensor, Tensor]:
+        """`_sizes` of the keys that each row sees, (…, H, n) each."""
+        group, members = self._row_groups
+        whole = self._everything
+        parts = [whole if bool(keys.all()) else self._sizes(keys) for keys in members]
+        keys, values = (torch.stack(own, -1) for own in zip(*parts, strict=True))
+        return (
+            torch.minimum(keys, whole[0].unsqueeze(-1))[..., group],
+            torch.minimum(values, whole[1].unsqueeze(-1))[..., group],
+        )
+
+    @cached_property
+    def _row_groups(self) -> tuple[Tensor, list[Tensor]]:
+        return _row_groups(self.allowed)
+
+    @cached_property
+    def heads(self) -> Heads:
+        """All heads at once."""
+        group, members = self._row_groups
+        return Heads(
+            weights=self.weights,
+            c=self.c,
+            p=self.p,
+            q=self.q,
+            group=group,
+            members=members,
+            rounding=self.rounding,
+            moves=self.moves,
+            tied=self.tied,
+            centre_values=self.use.centre_values,
+            centre_keys=self.use.centre_keys,
+        )
+
+    def _local_slopes(self, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of the softmax Jacobian's norm, (…, H, n), and of p on all segments from P to P'.
+
+        Each score stays within what (2) allows it, `e_r A c_c + b_r g_c + e_r A g_c` with the rows' lengths.
+        Two tokens of self-attention share ε, so that `e_r` and `g_c` have a joint ball as well unless r = c.
+        """
+        best, highest = torch.full_like(self.scores[..., 0], 0.5), torch.ones_like(self.scores)
+        e, size = eps[..., None, None], self._score_size[..., None, None]
+        rows = length(self._b).unsqueeze(-1)
+        for columns in self._column_lengths:
+            reach = score_move(e, columns, rows, size, self.moves, False)
+            if self.tied:
+                own = score_move(e, columns.mT, rows, size, self.moves, True)
+                reach.diagonal(dim1=-2, dim2=-1).copy_(own.squeeze(-1))
+            reach = reach * (1.0 + self.rounding) + self.rounding * (1.0 + self.scores.detach().abs())
+            low, high = self.scores - reach, self.scores + reach
+            if not self._unmasked:
+                # a masked key has no weight: e^-1000 of the least of the others is none in any dtype
+                least = torch.where(self.allowed, low, torch.inf).amin(-1, keepdim=True).detach() - 1e3
+                low, high = torch.where(self.allowed, low, least), torch.where(self.allowed, high, least)
+            slope, p_high = jacobian_norm_on_box(low, high)
+            best = torch.minimum(best, slope.nan_to_num(nan=0.5))
+            highest = torch.minimum(highest, p_high.nan_to_num(nan=1.0))
+        return best, highest
+
+    @cached_property
+    def _unmasked(self) -> bool:
+        return bool(self.allowed.all())
+
+    @cached_property
+    def _column_lengths(self) -> list[Tensor]:
+        """`‖A c_c‖`, (…, H, 1, m), of the keys as they are and centred; of large layers the shorter alone."""
+        shifts = [torch.zeros_like(self.c[..., :1, :])]
+        if self.use.centre_keys:
+            shifts.append(self.c.mean(-2, keepdim=True))
+        found = [length((self.c - s).unsqueeze(-3) @ self._a.mT).unsqueeze(-2) for s in shifts]
+        if self.weights.k_rows.large and len(found) == 2:
+            total = [x.detach().sum((-3, -2, -1), keepdim=True) for x in found]
+            return [torch.where(total[0] < total[1], found[0], found[1])]
+        return found
 
 
 def _row_groups(allowed: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -395,32 +444,3 @@ def _row_groups(allowed: Tensor) -> tuple[Tensor, list[Tensor]]:
         group = merged[group]
         return group, [patterns[merged == i].any(0) for i in range(ROW_GROUPS)]
     return group, list(patterns)
-
-
-def _local_slopes(
-    s: _State, a: Tensor, b: Tensor, eps: Tensor, a_size: Tensor, moves: Moves, centre: bool
-) -> tuple[Tensor, Tensor]:
-    """Bounds of the softmax Jacobian's norm, (…, heads, n), and of p on all segments from P to P'.
-
-    Each score stays within what (2) allows it, `e_r A c_c + b_r g_c + e_r A g_c` with the rows' lengths. Two
-    tokens of self-attention share ε, so that `e_r` and `g_c` have a joint ball as well unless r = c.
-    """
-    best, highest = torch.full_like(s.scores[..., 0], 0.5), torch.ones_like(s.scores)
-    shifts = [torch.zeros_like(s.c[..., :1, :])] + ([s.c.mean(-2, keepdim=True)] if centre else [])
-    rows = _length(b).unsqueeze(-1)
-    for shift in shifts:
-        columns = _length((s.c - shift).unsqueeze(-3) @ a.mT).unsqueeze(-2)
-        e, size = eps[..., None, None], a_size[..., None, None]
-        reach = score_move(e, columns, rows, size, moves, False)
-        if s.tied:
-            same = torch.eye(s.scores.shape[-1], dtype=torch.bool, device=s.scores.device)
-            reach = torch.where(same, score_move(e, columns, rows, size, moves, True), reach)
-        reach = reach * (1.0 + s.rounding) + s.rounding * (1.0 + s.scores.detach().abs())
-        low, high = s.scores - reach, s.scores + reach
-        # a masked key has no weight: e^-1000 of the least of the others is none in any dtype
-        least = torch.where(s.allowed, low, torch.inf).amin(-1, keepdim=True).detach() - 1e3
-        low, high = torch.where(s.allowed, low, least), torch.where(s.allowed, high, least)
-        p_low, p_high = probability_box(low, high)
-        best = torch.minimum(best, jacobian_norm_upper(p_low, p_high).nan_to_num(nan=0.5))
-        highest = torch.minimum(highest, p_high.nan_to_num(nan=1.0))
-    return best, highest

@@ -267,17 +267,49 @@ def jacobian_norm_upper(p_lower: Tensor, p_upper: Tensor) -> Tensor:
     """
     if p_upper.shape[-1] == 1:
         return torch.zeros_like(p_upper[..., 0])
-    top = p_upper.topk(2, -1).values
-    is_top = p_upper == top[..., :1]
-    second = torch.where(is_top, top[..., 1:], top[..., :1])  # the largest p̄ among the others
-    candidates = [p_lower, p_upper, second, 1.0 - second, (1.0 + second) / 2, torch.full_like(p_upper, 0.5)]
+    top = p_upper.topk(2, -1)
+    return _jacobian_norm(p_lower.gather(-1, top.indices[..., :1]).squeeze(-1), *top.values.unbind(-1))
+
+
+def _jacobian_norm(lower: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """From the two largest p̄ and the range of the key with the first: all others' t are at most the second, and
+    for these `t (1 − t + min(t, 1 − t, first)) ≤ min(t, ½)`."""
+    candidates = [lower, first, second, 1.0 - second, (1.0 + second) / 2, torch.full_like(first, 0.5)]
 
     def g(t: Tensor) -> Tensor:
         return t * (1.0 - t + torch.minimum(torch.minimum(t, 1.0 - t), second))
 
-    worst = torch.stack([g(t.clamp(min=p_lower, max=p_upper)) for t in candidates]).amax(0).amax(-1)
-    bound = torch.minimum(worst, top[..., 0]).clamp(max=0.5)
-    return (bound * (1.0 + _ulp(p_upper))).clamp(max=0.5)
+    lower = torch.minimum(lower, first)
+    worst = torch.stack([g(t.clamp(min=lower, max=first)) for t in candidates]).amax(0)
+    bound = torch.minimum(torch.maximum(worst, second), first).clamp(max=0.5)
+    return (bound * (1.0 + _ulp(first))).clamp(max=0.5)
+
+
+def jacobian_norm_on_box(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """`jacobian_norm_upper` for scores in a box, and the largest probabilities p̄.
+
+    A third of the work of `probability_box`: the least probability of one key of a row is all that is needed, and
+    for p̄ sums of all but one may be differences: what rounding takes from `Σ_k e^{l_k} − e^{l_c}` is small
+    against `e^{u_c}`, to which it is added.
+
+    Shape: (…, m), (…, m) → (…), (…, m).
+    """
+    m = upper.shape[-1]
+    if m == 1:
+        return torch.zeros_like(upper[..., 0]), torch.ones_like(upper)
+    shift = upper.detach().amax(-1, keepdim=True)
+    room = _ulp(upper) * (1e3 + m)  # of exponents too, which are above −1000 where exp is not 0
+    tiny = 1e-300
+    up, low = (upper - shift).exp(), (lower - shift).exp()
+    total_low = low.sum(-1, keepdim=True)
+    others = (total_low - low - room * total_low).clamp(min=0.0)
+    p_upper = ((up + tiny) / (up + others + tiny) * (1.0 + 4.0 * room)).clamp(max=1.0)
+    top = p_upper.topk(2, -1)
+    first = top.indices[..., :1]
+    low_first = low.gather(-1, first)
+    others = up.scatter(-1, first, 0.0).sum(-1, keepdim=True) + m * tiny
+    p_lower = low_first / (low_first + others) * (1.0 - 4.0 * room)
+    return _jacobian_norm(p_lower.squeeze(-1), *top.values.unbind(-1)), p_upper
 
 
 class WeightsPlane(NamedTuple):
