@@ -6,7 +6,7 @@ to the weights alone, so does `K ≈ (G + δ I)⁻¹`, and for any τ
 
     τ K ⪰ D   ⟹   λ_max(D G) ≤ λ_max(D (G + δ I)) ≤ τ λ_max(K (G + δ I)),
 
-which one Cholesky factor of `τ K − D` proves. Lanczos' method, in the inner product of G, proposes τ. So a norm
+which one Cholesky factor of `K − D / τ` proves. Lanczos' method, in the inner product of G, proposes τ. So a norm
 takes neither a product of (r, d) matrices nor a Gram matrix, but r³/3 multiplications.
 """
 
@@ -23,8 +23,8 @@ from .norms import gram_norm_upper, safe_sqrt, spectral_norm_upper
 LARGE = 256  # up to this many rows or columns the matrix is formed
 RIDGE = 1e-6  # δ, of the largest eigenvalue of G
 STEPS = 40  # of Lanczos' method at most
-ENOUGH, ROUGH = 1e-5, 1e-3  # relative change of its value in four steps
-ROOMS = (1e-4, 1e-3, 1e-2, 1e-1)  # above its value, until a proof succeeds
+ENOUGH = 1e-5  # relative change of its value in four steps
+ROOMS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 1e1)  # above its value, until a proof succeeds
 
 
 class _Inverse(NamedTuple):
@@ -59,18 +59,6 @@ class HeadRows:
             return spectral_norm_upper((f @ self.w).flatten(-3, -2))
         return self.weighted(self._blocks(f), f.shape[-2])
 
-    def estimate(self, f: Tensor) -> Tensor:
-        """About `norm`, from **below** where that is not cheap: to choose what to prove."""
-        if not self.large:
-            return self.norm(f)
-        d = self._blocks(f.detach())
-        found = []
-        for x in d.reshape(-1, *d.shape[-2:]):
-            z = _top_vector(x, self.gram, ROUGH)
-            image = self.gram @ z
-            found.append(safe_sqrt(image @ x @ image / (z @ image).clamp(min=1e-300)))
-        return torch.stack(found).reshape(d.shape[:-2])
-
     def _blocks(self, f: Tensor) -> Tensor:
         """`blockdiag(F_hᵀ F_h)`: (…, H, q, k) → (…, H k, H k)."""
         blocks = f.mT @ f  # (…, H, k, k)
@@ -101,17 +89,19 @@ class HeadRows:
         image = self.w.flatten(0, 1) @ (self.w.flatten(0, 1).mT @ z)
         value = image @ d @ image / (z @ image)  # Rayleigh's quotient, the gradient's source
         top = value.detach()
-        proved = torch.minimum((d.detach() * self.gram).sum(), trace * inverse.top)  # the trace of D G
-        for room in ROOMS:
+        proved = None
+        for room in ROOMS if bool(top > 0) else ():
             tau = top * (1.0 + room)
-            left = tau * inverse.k - d.detach()
+            left = torch.sub(inverse.k, d.detach(), alpha=1.0 / float(tau))
             if int(torch.linalg.cholesky_ex(left).info) == 0:
                 # Higham, Accuracy and Stability, Theorem 10.3, and the rounding of D and of the difference
                 error = 2.0 * (rows + 4) * eps * (tau * inverse.k.diagonal().sum() + trace)
-                proved = torch.minimum(proved, tau * inverse.excess + error * inverse.top)
+                proved = tau * inverse.excess + error * inverse.top
                 break
+        if proved is None:  # the trace of D G
+            proved = torch.minimum((d.detach() * self.gram).sum(), trace * inverse.top)
         slack = 4.0 * (terms + rows + self.d) * eps * trace * inverse.top
-        return safe_sqrt((proved + slack) * (value / top) if value.requires_grad else proved + slack)
+        return safe_sqrt((proved + slack) * (value / top) if value.requires_grad and top > 0 else proved + slack)
 
     @cached_property
     def _inverse(self) -> _Inverse:
@@ -127,31 +117,35 @@ class HeadRows:
         return _Inverse(k, 1.0 + torch.linalg.matrix_norm(rest) + rounding, top + delta)
 
 
-def _top_vector(d: Tensor, g: Tensor, enough: float = ENOUGH) -> Tensor:
+def _top_vector(d: Tensor, g: Tensor) -> Tensor:
     """z for which `(G z)ᵀ D (G z) / zᵀ G z` is nearly `λ_max(D G)`; (r)."""
     rows = len(d)
     steps = min(STEPS, rows)
     basis, image = d.new_empty(steps, rows), d.new_empty(steps, rows)  # q_j, orthonormal in G, and G q_j
     moved = d.new_empty(steps, rows)  # D G q_j
     v = torch.sin(12.9898 * torch.arange(1, rows + 1, dtype=d.dtype, device=d.device).square())
-    last = 0.0
+    last = known = 0.0
     for j in range(steps):
-        for _ in range(2 if j else 0):  # once more for what rounding leaves
-            v = v - basis[:j].mT @ (image[:j] @ v)
+        for i in range(2 if j else 0):  # once more for what rounding leaves
+            part = image[:j] @ v
+            v = torch.addmv(v, basis[:j].mT, part, alpha=-1.0)
+            known = float(part @ part) if i == 0 else known
         s = g @ v
-        length = float(v @ s) ** 0.5
-        if not length > 0.0:
+        square = float(v @ s)
+        if not square > 1e-20 * known:  # but for rounding, all of it lies in what is known
             steps = j
             break
-        basis[j], image[j] = v / length, s / length
-        v = d @ image[j]
-        moved[j] = v
+        length = square**0.5
+        torch.div(v, length, out=basis[j])
+        torch.div(s, length, out=image[j])
+        v = torch.mv(d, image[j], out=moved[j])
         if j % 4 == 3 or j == steps - 1:
-            values, vectors = torch.linalg.eigh(image[: j + 1] @ moved[: j + 1].mT)
-            if float(values[-1]) - last <= enough * float(values[-1]):
-                return basis[: j + 1].mT @ vectors[:, -1]
-            last = float(values[-1])
+            value = float(torch.linalg.eigvalsh(image[: j + 1] @ moved[: j + 1].mT)[-1])
+            if value - last <= ENOUGH * value:
+                steps = j + 1
+                break
+            last = value
     if steps == 0:
         return v
-    values, vectors = torch.linalg.eigh(image[:steps] @ moved[:steps].mT)
+    vectors = torch.linalg.eigh(image[:steps] @ moved[:steps].mT).eigenvectors
     return basis[:steps].mT @ vectors[:, -1]

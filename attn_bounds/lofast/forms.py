@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class HeadMap(NamedTuple):
         return self.weights.w_v[self.head] @ self.weights.w_o[self.head]
 
 
-Key = tuple[str | bytes, ...]
+Key = tuple[Any, ...]  # of names, indices as bytes, and for a sum of both parts' keys
 
 
 class Term(NamedTuple):
@@ -70,7 +70,7 @@ class Term(NamedTuple):
 
     Attributes:
         w: (d, d'), or (d) of a diagonal matrix.
-        key: the nodes that W is the product of, and indices of the columns picked, if nothing but constants of
+        key: the nodes that W is made of, in such a way that equal keys mean equal W, if nothing but constants of
             the model is in it; else None.
     """
 
@@ -197,7 +197,7 @@ class Form:
 
     def negated(self) -> Form:
         """Minus the tensor."""
-        return self.times(-torch.ones(self.d, dtype=torch.float64))
+        return self.times(-torch.ones(self.d, dtype=torch.float64), "minus")
 
     def reach(self, known: Known | None = None) -> Reach:
         """How far the tensor moves in l2, for any radii of the anchors; known: norms of the model's constants."""
@@ -336,7 +336,8 @@ def merged(terms: Iterable[Term]) -> list[Term]:
         w = [x.matrix() for x in (out[same], t)]
         size = next(m.shape[0] for m in w if m is not None)
         left, right = (torch.eye(size, dtype=torch.float64) if m is None else m for m in w)
-        out[same] = Term(t.h, left + right)
+        keys = [() if x.w is None else x.key for x in (out[same], t)]
+        out[same] = Term(t.h, left + right, None if None in keys else (tuple(keys),))
     return out
 
 
@@ -398,6 +399,8 @@ def _order(shape: tuple[int, ...] | torch.Size) -> Tensor:
 
 def _select(x: Form, place: Tensor) -> Form | None:
     """The matrix with entries `place` (r, k) of x's, if they are some of its rows and columns."""
+    if place.shape == (x.n, x.d) and torch.equal(place, _order(place.shape)):
+        return Form(x.terms, x.n, x.d, place)
     known = place >= 0
     rows = torch.where(known, place // x.d, -1).amax(1)
     columns = torch.where(known, place % x.d, -1).amax(0)

@@ -32,6 +32,33 @@ def double(x: Any) -> Any:
     return x.detach().double().cpu() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
+class Constants:
+    """Values of constant nodes in float64, each converted once until they are forgotten.
+
+    Attributes:
+        moving: names of the nodes that are none.
+    """
+
+    def __init__(self, moving: set[str]) -> None:
+        self.moving = moving
+        self._known: dict[str, Any] = {}
+
+    def of(self, node: Any) -> Any:
+        """The value of a node."""
+        if node.name not in self._known:
+            self._known[node.name] = double(value(node))
+        return self._known[node.name]
+
+    def beside(self, node: Any) -> tuple[int, list[Any]]:
+        """Position of a node's moving input, and the values of the others."""
+        position = next(p for p, i in enumerate(node.inputs) if i.name in self.moving)
+        return position, [None if p == position else self.of(i) for p, i in enumerate(node.inputs)]
+
+    def forget(self) -> None:
+        """Of weights in float64 no more should be kept than are in use."""
+        self._known.clear()
+
+
 def forward(node: Any, inputs: list[Any]) -> Any:
     """A node's own forward, where it is right."""
     name = kind(node)
@@ -48,14 +75,14 @@ def forward(node: Any, inputs: list[Any]) -> Any:
     return node.forward(*inputs)
 
 
-def linear(node: Any, x: Form, moving: set[str]) -> Form | None:
+def linear(node: Any, x: Form, constants: Constants) -> Form | None:
     """The node's form, but for convolutions; None where x is ordered in a way that does not fit.
 
     Raises:
         UnsupportedModelError: no ordering would.
     """
     name, dims, rank = kind(node), tuple(node.output_shape[1:]), x.place.ndim
-    position, others = _constants(node, moving)
+    position, others = constants.beside(node)
     if name == "BoundInputBox":
         return x
     if name in MOVES:
@@ -68,7 +95,7 @@ def linear(node: Any, x: Form, moving: set[str]) -> Form | None:
     if name in ("BoundSub", "BoundNeg"):
         return broadcast(x.negated(), dims)
     if name in FACTORS:
-        factor = entry_factors(node, moving)
+        factor = entry_factors(node, constants)
         if factor is None:
             raise gap(node)
         return broadcast(x, dims).scaled(factor, node.name)
@@ -89,12 +116,6 @@ def linear(node: Any, x: Form, moving: set[str]) -> Form | None:
     raise gap(node)
 
 
-def _constants(node: Any, moving: set[str]) -> tuple[int, list[Any]]:
-    """Position of the moving input, and the values of the others, float64."""
-    position = next(p for p, i in enumerate(node.inputs) if i.name in moving)
-    return position, [None if p == position else double(value(i)) for p, i in enumerate(node.inputs)]
-
-
 def _reduced(node: Any, x: Form, dims: tuple[int, ...]) -> Form | None:
     found: Form | None = x
     rank = x.place.ndim + 1
@@ -104,7 +125,7 @@ def _reduced(node: Any, x: Form, dims: tuple[int, ...]) -> Form | None:
         size = x.place.shape[axis - 1]
         each = 1.0 / size if kind(node) == "BoundReduceMean" else 1.0
         found = (
-            None if found is None else found.along(axis - 1, torch.full((size, 1), each, dtype=torch.float64))
+            None if found is None else found.along(axis - 1, torch.full((size, 1), each, dtype=torch.float64), node.name)
         )
     return None if found is None else Form(found.terms, found.n, found.d, found.place.reshape(dims))
 
@@ -114,10 +135,10 @@ def broadcast(x: Form, dims: tuple[int, ...] | torch.Size) -> Form:
     return x if tuple(x.place.shape) == tuple(dims) else Form(x.terms, x.n, x.d, x.place.expand(dims))
 
 
-def entry_factors(node: Any, moving: set[str]) -> Tensor | None:
+def entry_factors(node: Any, constants: Constants) -> Tensor | None:
     """What a node multiplies each entry with, (*dims); None if it is not of that kind."""
     name, dims = kind(node), tuple(node.output_shape[1:])
-    position, others = _constants(node, moving)
+    position, others = constants.beside(node)
     if name == "BoundBatchNormalization" and position == 0 and all(v is not None for v in others[1:]):
         factor = others[1] / (others[4] + float(node.eps)).sqrt()  # of each channel, the first axis
         return factor.reshape(-1, *[1] * (len(dims) - 1)).expand(dims)
@@ -161,7 +182,7 @@ def convolution_norm(node: Any, channels: Tensor | None, gain: Tensor | None) ->
 
 
 def gains(
-    node: Any, consumers: Callable[[Any], list[Any]], rules: dict[str, Any], moving: set[str]
+    node: Any, consumers: Callable[[Any], list[Any]], rules: dict[str, Any], constants: Constants
 ) -> list[Tensor]:
     """Factors of the features that come next to a node on each way, (d), each divided by its largest.
 
@@ -179,11 +200,11 @@ def gains(
         for c in consumers(x):
             if rules.get(c.name) is not None or c.name not in rules:
                 continue
-            if kind(c) == "BoundAdd" and all(i.name in moving for i in c.inputs):
+            if kind(c) == "BoundAdd" and all(i.name in constants.moving for i in c.inputs):
                 todo.append((c, form))  # a branch joins
-            elif kind(c) in LINEAR_NODES - {"BoundConv"} and sum(i.name in moving for i in c.inputs) == 1:
+            elif kind(c) in LINEAR_NODES - {"BoundConv"} and sum(i.name in constants.moving for i in c.inputs) == 1:
                 try:
-                    after = linear(c, form, moving)
+                    after = linear(c, form, constants)
                 except UnsupportedModelError:
                     continue
                 ((term,),) = after.terms.values() if after is not None else ((Term(None, None),),)
@@ -198,13 +219,13 @@ def gains(
     return found[:GAINS]
 
 
-def output_map(average: Any, chain: list[Any], node: Any, moving: set[str]) -> Tensor | None:
+def output_map(average: Any, chain: list[Any], node: Any, constants: Constants) -> Tensor | None:
     """The weight of an attention's output map, (heads · dv, d_out), rows in the order of the heads.
 
     Arguments:
         chain: the nodes between the average and the map; None is returned where they do not just merge heads.
     """
-    if any(i.name in moving for i in node.inputs[1:]):
+    if any(i.name in constants.moving for i in node.inputs[1:]):
         return None
     dims = tuple(average.output_shape[1:])
     if len(dims) not in (2, 3):
@@ -213,7 +234,7 @@ def output_map(average: Any, chain: list[Any], node: Any, moving: set[str]) -> T
     place = torch.arange(n * heads * dv).reshape(n, heads, dv).transpose(0, 1).reshape(dims)
     form: Form | None = Form({Anchor(0.0, None, ""): [Term(None, None)]}, n, heads * dv, place)
     for step in (*chain, node):
-        form = None if form is None else linear(step, form, moving)
+        form = None if form is None else linear(step, form, constants)
     if form is None or not form.ordered() or form.n != n:
         return None
     ((term,),) = form.terms.values()

@@ -153,7 +153,7 @@ class Activation:
             ends = [self.function.slope((x + d).clamp(-1e6, 1e6)) for d in (-r, r)]
             low, high = torch.minimum(*ends), torch.maximum(*ends)
             for b in self.function.breaks:
-                at = self.function.slope(torch.full_like(x, b))
+                at = self.function.slope(torch.tensor(b).to(x))
                 inside = (x - b).abs() <= r
                 low = torch.where(inside, torch.minimum(low, at), low)
                 high = torch.where(inside, torch.maximum(high, at), high)

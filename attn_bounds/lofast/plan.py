@@ -11,23 +11,24 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import lirpa
-from ..domain.nodes import kind, value
+from ..domain.nodes import kind
 from ..sensitivity.heads import Moves
 from ..sensitivity.key import LayerAt
 from ..sensitivity.layer import PAPER, AttentionLayer, Improvements
 from ..sensitivity.normalization import difference_norm, scale
 from ..sensitivity.softmax import finite_mask
 from ..sensitivity.weights import LayerWeights
-from .columns import Columns
+from .columns import Columns, Reference
 from .forms import GROW, Anchor, Form, HeadMap, Key, Reach, Term, added, fresh, norm, product
 from .linear import (
     LINEAR_NODES,
+    Constants,
     broadcast,
     convolution_norm,
     double,
@@ -49,51 +50,56 @@ Forms = list[Form]  # of one tensor, each valid; the first is the plainest
 Source = tuple[Anchor, Tensor, Key | None]  # an affine map of an anchor, token by token, and what its weight is
 
 
-def values_at(walk: Walk, x: Tensor) -> dict[str, Tensor]:
-    """Every tensor at the centre, (1, *dims), float64, in which its errors do not count."""
-    found: dict[str, Tensor] = {}
-    with lirpa.default_dtype(torch.float64):
-        for node in walk.nodes:
-            if node.name not in walk.moving:
-                continue
-            if node is walk.entry:
-                found[node.name] = double(x)
-                continue
-            found[node.name] = forward(
-                node, [found[i.name] if i.name in walk.moving else double(value(i)) for i in node.inputs]
-            )
-    return found
-
-
 class Plan:
     """Bounds around one centre.
 
     Arguments:
-        values: every moving tensor at the centre, float64.
+        x: (1, *input), the centre.
         paper: in the form of the paper, without the improvements.
+
+    Attributes:
+        output: at the centre, (1, *dims), float64.
+        finite: whether everything at the centre is.
+        numbers: how many there are in all tensors at the centre.
 
     Raises:
         UnsupportedModelError: a node without a rule, by name.
     """
 
-    def __init__(self, walk: Walk, values: dict[str, Tensor], paper: bool) -> None:
-        self.walk, self.values, self.paper = walk, values, paper
+    def __init__(self, walk: Walk, x: Tensor, paper: bool) -> None:
+        self.walk, self.paper = walk, paper
         self.use = PAPER if paper else Improvements()
+        self.constants = Constants(walk.moving)
+        self.values: dict[str, Tensor] = {}  # every moving tensor, float64, in which its errors do not count
         self.steps: list[Callable[[], None]] = []
         self.forms: dict[str, Forms] = {}
+        self.finite = True
         left = Counter(walk.readers)
         for node in walk.nodes:
-            if node.name not in walk.needed or node.name not in walk.moving:
+            if node.name not in walk.moving:
                 continue
             with lirpa.default_dtype(torch.float64):
-                forms = self._apply(node)
-            self.forms[node.name] = self._settled(node, forms) if walk.readers[node.name] > 1 else forms
-            for i in {n.name for n in walk.reads.get(node.name, [])}:
-                left[i] -= 1
-                if left[i] == 0:
-                    del self.forms[i]
-        self.final = self.forms[walk.graph.final_name]
+                self.values[node.name] = at = self._at_centre(node, x)
+                self.finite = self.finite and not (at.is_floating_point() and _has_nan_or_inf(at))
+                if node.name in walk.needed and self.finite:
+                    forms = self._apply(node)
+                    settle = walk.readers[node.name] > 1
+                    self.forms[node.name] = self._settled(node, forms) if settle else forms
+                    for i in {n.name for n in walk.reads.get(node.name, [])}:
+                        left[i] -= 1
+                        if left[i] == 0:
+                            del self.forms[i]
+            self.constants.forget()
+        self.output = self.values[walk.graph.final_name]
+        self.numbers = sum(v.numel() for v in self.values.values())
+        self.final = self.forms.get(walk.graph.final_name, [])
         self.values, self.forms = {}, {}  # steps hold what they need
+
+    def _at_centre(self, node: Any, x: Tensor) -> Tensor:
+        if node is self.walk.entry:
+            return cast(Tensor, double(x))
+        inputs = [self.values[i.name] if i.name in self.walk.moving else self.constants.of(i) for i in node.inputs]
+        return cast(Tensor, forward(node, inputs))
 
     def losses(self, eps: float, c: Tensor) -> Tensor:
         """How far functionals (rows, outputs) move within ε of the centre: (rows), float64."""
@@ -108,8 +114,7 @@ class Plan:
         """A node at the centre without its batch, (*dims)."""
         if node.name in self.walk.moving:
             return self.values[node.name][0]
-        found = torch.as_tensor(double(value(node)))
-        return found
+        return torch.as_tensor(self.constants.of(node))
 
     def _reach(self, forms: Forms) -> Callable[[], float]:
         """The smallest of the radii of forms."""
@@ -163,13 +168,18 @@ class Plan:
         if not _simple(x):
             return False
         ((anchor, (term,)),) = x.terms.items()
+        if (term.w is None or term.key is not None) and (node.name, anchor.name) in self.walk.one_bias:
+            return True  # so it is at another input
         assert anchor.value is not None
         w = term.matrix()
         own = anchor.value if w is None else anchor.value @ w
         actual = self._value(node).reshape(x.n, x.d) if shape is None else shape
         bias = actual - own
         spread = (bias - bias[:1]).abs().amax()
-        return float(spread) <= UNIFORM * float(actual.abs().amax() + own.abs().amax())
+        same = float(spread) <= UNIFORM * float(actual.abs().amax() + own.abs().amax())
+        if same and (w is None or term.key is not None):
+            self.walk.one_bias.add((node.name, anchor.name))
+        return same
 
     # -- one node -------------------------------------------------------------------------------------------
 
@@ -192,7 +202,7 @@ class Plan:
             x = self.forms[inputs[0].name]
             if kind(node) == "BoundConv":
                 return [self._convolution(node, inputs[0], x)]
-            found = [linear(node, f, walk.moving) for f in x]
+            found = [linear(node, f, self.constants) for f in x]
             known = [f for f in found if f is not None]
             return known if len(known) == len(found) else [self._anew(node, inputs[0], x)]
         if kind(node) in ("BoundAdd", "BoundSub") and len(inputs) == 2:
@@ -219,10 +229,10 @@ class Plan:
     def _anew(self, node: Any, source: Any, forms: Forms) -> Form:
         """A linear node behind a tensor of which only the radius is kept."""
         axis = feature_axis(node, source)
-        found = linear(node, self._anchored(source, forms, axis), self.walk.moving)
+        found = linear(node, self._anchored(source, forms, axis), self.constants)
         if found is not None:
             return found
-        factor = entry_factors(node, self.walk.moving)  # every entry has a factor of its own
+        factor = entry_factors(node, self.constants)  # every entry has a factor of its own
         if factor is None:
             raise gap(node)
         size = float(factor.abs().amax()) * _repeats(source, node)
@@ -303,7 +313,7 @@ class Plan:
             slopes = f.slope(own)
             slope = (slopes.amax(0) + slopes.amin(0)) / 2
             rest = Anchor(0.0, None, f"{node.name}/{i}")
-            ways.append((rest, own, slope, _Scaled(x, self.walk)))
+            ways.append((rest, own, slope, _Scaled(x, self.walk, (slopes - slope).abs().amax(0))))
             rests.append(rest)
             sloped.append(
                 Form({**x.times(slope).terms, rest: [Term(None, None, ())]}, x.n, x.d, x.place)
@@ -314,7 +324,7 @@ class Plan:
             for rest, own, slope, scaled in ways:
                 reach = scaled.entries()
                 low, high = f.slopes(own, reach)
-                best = min(best, scaled.radius(torch.maximum(low.abs(), high.abs()), reach))
+                best = min(best, scaled.rough_radius(torch.maximum(low.abs(), high.abs()), reach))
                 off = torch.maximum(high - slope, slope - low).clamp(min=0.0)
                 rest.radius = scaled.radius(off, reach)
             plain.radius = best * GROW
@@ -472,23 +482,26 @@ class Plan:
 
 
 class _Scaled:
-    """`‖factor ∘ move‖` for factors of each entry and any radii: by the largest of each feature, or by entries."""
+    """`‖factor ∘ move‖` for factors of each entry and any radii: by the largest of each feature, or by entries.
 
-    def __init__(self, x: Form, walk: Walk) -> None:
+    Arguments:
+        least: (d), factors of the features, where radii are 0.
+    """
+
+    def __init__(self, x: Form, walk: Walk, least: Tensor) -> None:
         self.n, self.d = x.n, x.d
         self.reach = x.entry_reach()
-        self.maps: list[tuple[Anchor, list[Columns | list[Term]]]] = []  # one for each of an anchor's bounds
+        self.maps: list[tuple[Anchor, list[Reference | list[Term]]]] = []  # for each of an anchor's bounds
         for a, ts in x.terms.items():
-            own: list[Columns | list[Term]] = []
+            own: list[Reference | list[Term]] = []
             for g, _ in a.every():
                 terms = [t.behind(g) for t in ts]
-                w = terms[0].matrix()
-                if len(terms) > 1 or terms[0].h is not None or w is None:
+                if len(terms) > 1 or terms[0].h is not None or terms[0].w is None:
                     own.append(terms)
-                elif terms[0].key is None:
-                    own.append(Columns(w))
-                else:
-                    own.append(walk.columns.setdefault(terms[0].key, Columns(w)))
+                    continue
+                w, key = cast(Tensor, terms[0].matrix()), terms[0].key
+                columns = Columns(w) if key is None else walk.columns.setdefault(key, Columns(w))
+                own.append(Reference(columns, least))
             self.maps.append((a, own))
 
     def entries(self) -> Tensor:
@@ -497,14 +510,26 @@ class _Scaled:
 
     def radius(self, factor: Tensor, reach: Tensor) -> float:
         """factor, reach: (n, d), what `entries` returns."""
+        return self._radius(factor, reach, Reference.scaled_norm)
+
+    def rough_radius(self, factor: Tensor, reach: Tensor) -> float:
+        """The same, where it counts less."""
+        return self._radius(factor, reach, lambda r, f: r.columns.scaled_norm_roughly(f))
+
+    def _radius(self, factor: Tensor, reach: Tensor, norm_of: Callable[[Reference, Tensor], float]) -> float:
         f = factor.amax(0)
-        by_norm = Reach((a, [self._norm(m, f) for m in own]) for a, own in self.maps).radius()
+
+        def size(way: Reference | list[Term]) -> float:
+            if isinstance(way, Reference):
+                return norm_of(way, f) * GROW
+            return norm([t.times(f) for t in way], self.n, self.d)
+
+        by_norm = Reach((a, [size(m) for m in own]) for a, own in self.maps).radius()
         return min(by_norm, float((factor * reach).norm()) * GROW) if by_norm > 0.0 else 0.0
 
-    def _norm(self, way: Columns | list[Term], f: Tensor) -> float:
-        if isinstance(way, Columns):
-            return way.scaled_norm(f) * GROW
-        return norm([t.times(f) for t in way], self.n, self.d)
+
+def _has_nan_or_inf(x: Tensor) -> bool:
+    return not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all())
 
 
 def _simple(x: Form) -> bool:

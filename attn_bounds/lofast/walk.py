@@ -20,7 +20,6 @@ import math
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +30,9 @@ from ..errors import InputError, UnsupportedModelError
 from ..sensitivity.weights import LayerWeights
 from .columns import Columns
 from .forms import Key, Known
-from .linear import gains, output_map
+from .linear import Constants, gains, output_map
 from .patterns import activation, normalisation, output_average
-from .plan import Plan, values_at
+from .plan import Plan
 
 LOFAST_METHODS = ("lofast", "lofast-paper")
 KEPT = 25_000_000  # numbers in the tensors of the inputs whose plans are kept
@@ -70,12 +69,13 @@ def compute_bounds(
     centre = x[0].detach().as_subclass(Tensor)
     radii = torch.as_tensor(x[0].ptb.eps, dtype=torch.float64).reshape(-1).expand(len(centre))
     walk = _walks.get(graph)
-    if walk is None:
+    if walk is None or walk.stamp != _stamp(graph):
         walk = _walks[graph] = Walk(graph)
     low, high = [], []
     with torch.no_grad():
-        if not all(walk.knows(x) for x in centre.split(1)):
+        if not walk.ready(centre.shape[1:]):
             graph(centre)  # shapes and constants
+            walk.shape = centre.shape[1:]
         for i in range(len(centre)):
             c = None if C is None else C[i if len(C) > 1 else 0].double().cpu()
             at, loss = walk.losses(centre[i : i + 1], float(radii[i]), c, method == "lofast-paper")
@@ -109,15 +109,18 @@ class Walk:
         # where BatchNorm, or another factor per feature, follows an anchor
         own = [n for n in self.nodes if n.name in self.rules]
         self.gains = {
-            n.name: gains(n, lambda n: self._consumers.get(n.name, []), self.rules, self.moving)
+            n.name: gains(n, lambda n: self._consumers.get(n.name, []), self.rules, Constants(self.moving))
             for n in [self.entry, *own]
             if self.readers[n.name] > 1 or kind(n) == "BoundConv" or self.rules.get(n.name) is not None
         }
-        self.plans: OrderedDict[Any, _Centre] = OrderedDict()
+        self.stamp = _stamp(graph)
+        self.shape: torch.Size | None = None
+        self.plans: OrderedDict[Any, Plan] = OrderedDict()
         # what belongs to the model alone: norms of its weights, attention layers, weights in front of activations
         self.known: Known = {}
         self.layers: dict[tuple[str, int, int], LayerWeights] = {}
         self.columns: dict[Key, Columns] = {}
+        self.one_bias: set[tuple[str, str]] = set()  # nodes that are one weight and one bias away from an anchor
 
     def _rule(self, node: Any) -> tuple[Any, list[Any]]:
         """What a node is the end of, and the moving nodes whose forms that needs."""
@@ -126,7 +129,7 @@ class Walk:
         if (scalar := activation(node)) is not None and scalar.node.name in self.moving:
             return scalar, [scalar.node]
         if (output := output_average(node, lambda n: self._consumers.get(n.name, []))) is not None:
-            weight = output_map(*output, node, self.moving)
+            weight = output_map(*output, node, Constants(self.moving))
             if weight is not None:
                 return _Attention(output[0], weight), self._of_attention(output[0])
         if kind(node) == AVERAGE and is_unit(node):
@@ -145,51 +148,39 @@ class Walk:
         Arguments:
             x: (1, *input). c: (rows, outputs) or None.
         """
-        centre = self._centre(x)
-        out = centre.output
+        plan = self._plan(x, paper)
         if c is None:
-            c = torch.eye(out.numel(), dtype=torch.float64)
-        at = c @ out.flatten()
-        if not centre.finite:
+            c = torch.eye(plan.output.numel(), dtype=torch.float64)
+        at = c @ plan.output.flatten()
+        if not plan.finite:
             return at * math.nan, at * math.nan
-        if paper not in centre.plans:
-            values = values_at(self, x) if centre.values is None else centre.values
-            centre.plans[paper], centre.values = Plan(self, values, paper), None
-        loss = centre.plans[paper].losses(eps, c)
         # what rounding in float64 does to centres, and what biases may differ by from token to token
-        return at, loss * (1.0 + 1e-8) + 1e-12 * (c.abs() @ out.flatten().abs())
+        room = 1e-12 * (c.abs() @ plan.output.flatten().abs())
+        return at, plan.losses(eps, c) * (1.0 + 1e-8) + room
 
-    def knows(self, x: Tensor) -> bool:
-        """Whether a bound around x needs no forward pass."""
-        return _key(x) in self.plans
+    def ready(self, shape: torch.Size) -> bool:
+        """Whether the graph knows the shapes and constants for inputs of a shape, (*input)."""
+        constants = (i for n in self.nodes if n.name in self.moving for i in n.inputs if i.name not in self.moving)
+        return self.shape == shape and all(
+            getattr(i, "forward_value", None) is not None or hasattr(i, "value") for i in constants
+        )
 
-    def _centre(self, x: Tensor) -> _Centre:
-        """What is known of an input; of the last inputs, as many as are small enough together."""
-        key = _key(x)
+    def _plan(self, x: Tensor, paper: bool) -> Plan:
+        """Of an input; those of the last inputs are kept, as many as are small enough together."""
+        key = (x.detach().cpu().numpy().tobytes(), x.shape, paper)
         if key not in self.plans:
-            values = values_at(self, x)
-            numbers = sum(v.numel() for v in values.values())
-            finite = all(bool(torch.isfinite(v).all()) for v in values.values() if v.is_floating_point())
-            while self.plans and sum(c.numbers for c in self.plans.values()) + numbers > KEPT:
+            plan = Plan(self, x, paper)
+            while self.plans and sum(p.numbers for p in self.plans.values()) + plan.numbers > KEPT:
                 self.plans.popitem(last=False)
-            self.plans[key] = _Centre(values, values[self.graph.final_name], finite, numbers)
+            self.plans[key] = plan
         self.plans.move_to_end(key)
         return self.plans[key]
 
 
-def _key(x: Tensor) -> tuple[bytes, torch.Size]:
-    return x.detach().cpu().numpy().tobytes(), x.shape
-
-
-@dataclass
-class _Centre:
-    """An input: its tensors until they are used, its output, and plans by method."""
-
-    values: dict[str, Tensor] | None
-    output: Tensor
-    finite: bool
-    numbers: int
-    plans: dict[bool, Plan] = field(default_factory=dict)
-
-
 _walks: weakref.WeakKeyDictionary[Any, Walk] = weakref.WeakKeyDictionary()
+
+
+def _stamp(graph: Any) -> list[tuple[int, int]]:
+    """Which weights a graph has; another list once they are changed in place or replaced."""
+    weights = [*torch.nn.Module.parameters(graph), *torch.nn.Module.buffers(graph)]
+    return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]

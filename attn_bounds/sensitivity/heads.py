@@ -54,6 +54,7 @@ from .weights import length as _length
 Moves = Literal["queries", "context", "both"]
 GROUP_WORK = 2e9  # multiplications that matrices per row may take, their eigenvalues counted thirty-fold
 GROUP_MEMORY = 4e7  # numbers
+NEAR, ALIKE = 1.5, 1.25  # of weightings of heads in large layers; see `_promising`
 
 
 def score_move(eps: Tensor, a: Tensor, b: Tensor, c: Tensor, moves: Moves, tied: bool) -> Tensor:
@@ -119,7 +120,7 @@ class Heads:
 
     @property
     def large(self) -> bool:
-        """Whether norms are estimated before any is proved."""
+        """Whether norms cost so much that one weighting is chosen before any is computed."""
         return self.weights.k_rows.large
 
     @cached_property
@@ -135,13 +136,19 @@ class Heads:
         return _length(self.c.detach().flatten(-2))
 
     @cached_property
+    def value_size(self) -> Tensor:
+        """`‖(C − 1cᵀ) W_h‖`, (…, H), but for rounding."""
+        shifted = (self.c - self.c.mean(-2, keepdim=True)).unsqueeze(-3)
+        return spectral_norm_upper(shifted @ self.weights.w_v @ self.weights.thin_o.mT)
+
+    @cached_property
     def weightings(self) -> list[Tensor]:
         """Three choices of t, (…, H) each; the second balances heads for small ε, the third for large ones."""
         w = self.weights
         shifted = (self.c - self.c.mean(-2, keepdim=True)).unsqueeze(-3)
         own_move = spectral_norm_upper(w.scale * shifted @ w.w_k @ w.thin_q.mT)
         own_move = own_move + spectral_norm_upper(self.q @ w.thin_k.mT)
-        size = spectral_norm_upper(shifted @ w.w_v @ w.thin_o.mT)
+        size = self.value_size
         steep = _steepness(self.p).amax(-1)
         balanced = _balance(size.unsqueeze(-1), (steep * own_move).unsqueeze(-1)).squeeze(-1)
         at_limit = _balance(size.unsqueeze(-1), torch.ones_like(size).unsqueeze(-1)).squeeze(-1)
@@ -167,22 +174,19 @@ class Heads:
             found.append(thin(c.unsqueeze(-3) @ self.weights.w_v))
         return found
 
-    def fixed(self, which: int, proved: bool) -> _Fixed:
+    def fixed(self, which: int) -> _Fixed:
         """For one of `weightings`."""
-        if (which, proved) not in self._known:
-            t = self.weightings[which][..., None, None]
-            w = self.weights
-            o_norm = w.o_rows.norm if proved else w.o_rows.estimate
-            q_norm = w.q_rows.norm if proved else w.q_rows.estimate
-            self._known[which, proved] = _Fixed(
-                o_norm(w.thin_v / t),
-                [o_norm(v / t) for v in self.values],
-                q_norm(t * w.layer.factor() * w.thin_k),
+        if which not in self._known:
+            t, w = self.weightings[which][..., None, None], self.weights
+            self._known[which] = _Fixed(
+                w.o_rows.norm(w.thin_v / t),
+                [w.o_rows.norm(v / t) for v in self.values],
+                w.q_rows.norm(t * w.layer.factor() * w.thin_k),
             )
-        return self._known[which, proved]
+        return self._known[which]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, bool], _Fixed]:
+    def _known(self) -> dict[int, _Fixed]:
         return {}
 
 
@@ -212,17 +216,14 @@ def stacked(h: Heads, moved: Moved, eps: Tensor, weighted: bool) -> Tensor:
     """Bound of `‖R‖_F`; see the module's docstring. eps (…) → (…)."""
     best = torch.full_like(eps, torch.inf)
     alone: list[Tensor] = []
-    choices = range(len(h.weightings))
-    promising: Tensor | None = None
-    if h.large:  # all are valid: what is proved is only the one that promises most, of each sample
-        promising = torch.stack([_stacked(h, moved, eps, i, False)[0].detach() for i in choices]).argmin(0)
-    for i in choices:
-        if promising is not None and not bool((promising == i).any()):
+    promising = _promising(h, moved) if h.large else None  # all are valid: one is enough
+    for i in range(len(h.weightings)):
+        if promising is not None and not bool(promising[i].any()):
             continue
-        whole, rows = _stacked(h, moved, eps, i, True)
-        if promising is not None:
-            whole = torch.where(promising == i, whole, torch.inf)
-            rows = torch.where((promising == i).unsqueeze(-1), rows, torch.inf)
+        whole, rows = _stacked(h, moved, eps, i)
+        if promising is not None:  # a sample's bound must not depend on what else is in its batch
+            whole = torch.where(promising[i], whole, torch.inf)
+            rows = torch.where(promising[i].unsqueeze(-1), rows, torch.inf)
         best = torch.minimum(best, whole)
         alone.append(rows)
     if weighted and moved.high is not None:
@@ -232,11 +233,22 @@ def stacked(h: Heads, moved: Moved, eps: Tensor, weighted: bool) -> Tensor:
     return torch.minimum(best, _length(torch.stack(alone).amin(0)))
 
 
-def _stacked(h: Heads, moved: Moved, eps: Tensor, which: int, proved: bool) -> tuple[Tensor, Tensor]:
-    """For one choice of head weights: the bound (…), and of each row alone (…, n). An estimate unless proved."""
-    w, t, fixed = h.weights, h.weightings[which], h.fixed(which, proved)
-    q_norm = w.q_rows.norm if proved else w.q_rows.estimate
-    k_norm = w.k_rows.norm if proved else w.k_rows.estimate
+def _promising(h: Heads, moved: Moved) -> Tensor:
+    """Which of the weightings to try: those for which `Σ t² p² · Σ v² / t²`, sums that bound both factors, is not
+    much above the least, and of those that are nearly multiples of each other the best. (weightings, …), bool."""
+    t = torch.stack([t.detach() for t in h.weightings])
+    p, v = moved.whole.detach(), h.value_size.detach()
+    sums = (t * p).square().sum(-1) * (v / t).square().sum(-1)
+    ratio = t.unsqueeze(1) / t
+    alike = ratio.amax(-1) <= ALIKE * ratio.amin(-1)
+    order = torch.arange(len(t), device=t.device).reshape(-1, *[1] * (sums.ndim - 1))
+    ahead = (sums < sums.unsqueeze(1)) | ((sums == sums.unsqueeze(1)) & (order < order.unsqueeze(1)))
+    return (sums <= NEAR * sums.amin(0)) & ~(alike & ahead).any(1)
+
+
+def _stacked(h: Heads, moved: Moved, eps: Tensor, which: int) -> tuple[Tensor, Tensor]:
+    """For one choice of head weights: the bound (…), and of each row alone (…, n)."""
+    w, t, fixed = h.weights, h.weightings[which], h.fixed(which)
     a_error, w_error, b_error = h.errors
     moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
     w_error = _length(w_error / t)
@@ -246,16 +258,16 @@ def _stacked(h: Heads, moved: Moved, eps: Tensor, which: int, proved: bool) -> t
     parts = []
     for i, k in enumerate(h.keys):
         most = weight[..., h.group == i].amax(-1)  # (…, H)
-        parts.append(q_norm(most[..., None, None] * k) + h.c_size * _length(most * a_error))
+        parts.append(w.q_rows.norm(most[..., None, None] * k) + h.c_size * _length(most * a_error))
     most = weight.amax(-1)
     if h.large:  # in all heads at most as many times as in one
         both = (most / t).amax(-1) * fixed.both
     else:
-        both = q_norm(most[..., None, None] * w.layer.factor() * w.thin_k)
+        both = w.q_rows.norm(most[..., None, None] * w.layer.factor() * w.thin_k)
     shared = score_move(
         eps,
         torch.stack(parts).amax(0),
-        k_norm(thin(weight.unsqueeze(-1) * h.q)) + _length(most * b_error),
+        w.k_rows.norm(thin(weight.unsqueeze(-1) * h.q)) + _length(most * b_error),
         both + _length(most * a_error),
         h.moves,
         h.tied,

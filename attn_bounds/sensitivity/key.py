@@ -343,6 +343,8 @@ class LayerAt:
         shifted = c - c.mean(-2, keepdim=True)
 
         def norm(right: Tensor, centred: bool) -> Tensor:
+            if centred and self.heads.large:  # where each product counts
+                return spectral_norm_upper(shifted.unsqueeze(-3) @ right)
             plain = spectral_norm_upper(c.unsqueeze(-3) @ right)
             if not centred:
                 return plain
