@@ -101,7 +101,9 @@ class HeadRows:
         if proved is None:  # the trace of D G
             proved = torch.minimum((d.detach() * self.gram).sum(), trace * inverse.top)
         slack = 4.0 * (terms + rows + self.d) * eps * trace * inverse.top
-        return safe_sqrt((proved + slack) * (value / top) if value.requires_grad and top > 0 else proved + slack)
+        return safe_sqrt(
+            (proved + slack) * (value / top) if value.requires_grad and top > 0 else proved + slack
+        )
 
     @cached_property
     def _inverse(self) -> _Inverse:

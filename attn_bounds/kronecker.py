@@ -22,6 +22,7 @@ matrix is formed. Beyond that four facts, each a proof by itself, are used:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ CORE_SIZE = 1000  # up to this many rows a deflated block is
 SQUARED_COST = 1.2e10  # operations that squaring may take
 SEARCH_STEPS = 20
 LARGE, LARGE_STEPS = 256, 8  # products with larger matrices are what the search costs: fewer steps
+HEAD_STEPS = 4
 MANY_TERMS, FEW_STEPS = 200, 3  # with more terms eigenvectors of T × T matrices are
 
 
@@ -118,6 +120,7 @@ def head_sum_norm_upper(p: Tensor, w: TermStack, whole: Tensor, skip: bool) -> T
         (), float64. Not differentiable in w.
     """
     n, m = p.shape[-2:]
+    size, w = w.norm, replace(w)  # what the search keeps with w goes with this call
     z = _without_mean(_without_mean(p).mT).mT
     # what rounding, and sums that are not exactly one, leave below the corner, and in it
     error = torch.linalg.vector_norm(z[:, 1:, 0], dim=-1) + (z[:, 0, 0] - (n / m) ** 0.5).abs()
@@ -128,11 +131,11 @@ def head_sum_norm_upper(p: Tensor, w: TermStack, whole: Tensor, skip: bool) -> T
     if n > 1 and m > 1:
         inner = TermStack.of(z[:, 1:, 1:])
         sides = [(inner, w), (inner.mT, w.mT)]
-        mixings = [_best_mixing(*s) for s in sides]
+        mixings = [_best_mixing(*s, HEAD_STEPS) for s in sides]
         best = min((0, 1), key=lambda i: mixings[i].estimate)
         rest = _mixed(*sides[best], mixings[best].root)
     corner = torch.stack([torch.stack([whole, row]), torch.stack([zero, rest + float(skip)])])
-    return spectral_norm_upper(corner) + (error * w.norm).sum()
+    return spectral_norm_upper(corner) + (error * size).sum()
 
 
 def _without_mean(p: Tensor) -> Tensor:
@@ -287,7 +290,7 @@ class _Mixing(NamedTuple):
 
 
 @torch.no_grad()
-def _best_mixing(p: TermStack, w: TermStack) -> _Mixing:
+def _best_mixing(p: TermStack, w: TermStack, most: int = SEARCH_STEPS) -> _Mixing:
     """An R that makes `_mixed` small. Any would be valid, so the search is in single precision."""
     # balanced terms of size one altogether, so that no term is lost to rounding
     size_p, size_w = (x.size[x.order.argsort()].clamp(min=1e-300) for x in (p, w))
@@ -301,7 +304,7 @@ def _best_mixing(p: TermStack, w: TermStack) -> _Mixing:
     eye = torch.eye(len(a)).to(a)
     best = float("inf")
     best_g = None
-    steps = LARGE_STEPS if max(p.rows, w.rows) > LARGE else SEARCH_STEPS
+    steps = min(most, LARGE_STEPS if max(p.rows, w.rows) > LARGE else SEARCH_STEPS)
     for step in range(steps if len(a) <= MANY_TERMS else FEW_STEPS):
         a_room, b_room = a + 1e-9 * a.trace() * eye, b + 1e-9 * b.trace() * eye
         half, back = _roots(a_room)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..kronecker import kronecker_sum_norm_upper
 from ..norms import spectral_norm_upper
 from ..sensitivity.weights import LayerWeights
+from .columns import Sloped
 
 SELECTION = 20_000_000  # entries of the largest matrix that is formed to select or repeat rows
 SQUARED_COST = 1e9  # operations; a norm of a whole layer should not cost much more than the layer itself
@@ -75,13 +76,16 @@ class Term(NamedTuple):
     """
 
     h: Tensor | None
-    w: Tensor | HeadMap | None
+    w: Tensor | HeadMap | Sloped | None
     key: Key | None = None
 
     def matrix(self) -> Tensor | None:
         """W, (d, d')."""
-        w = self.w.dense() if isinstance(self.w, HeadMap) else self.w
+        w = self._formed()
         return torch.diag(w) if w is not None and w.ndim == 1 else w
+
+    def _formed(self) -> Tensor | None:
+        return self.w.dense() if isinstance(self.w, HeadMap | Sloped) else self.w
 
     def _key_with(self, key: str | bytes | None) -> Key | None:
         before = () if self.w is None else self.key
@@ -94,12 +98,14 @@ class Term(NamedTuple):
             return Term(left, self.w, self.key)
         if isinstance(self.w, Tensor) and self.w.ndim == 1:
             return Term(left, self.w[:, None] * w, self._key_with(key))
+        if isinstance(self.w, Sloped):
+            return Term(left, self.w.then(w, key))
         own = self.matrix()
         return Term(left, w if own is None else own @ w, self._key_with(key))
 
     def times(self, factor: Tensor, key: str | None = None) -> Term:
         """The term followed by a factor per feature, (d); key as in `then`."""
-        own = self.w.dense() if isinstance(self.w, HeadMap) else self.w
+        own = self._formed()
         return Term(self.h, factor if own is None else own * factor, self._key_with(key))
 
     def columns(self, index: Tensor, size: int) -> Term:
@@ -384,12 +390,18 @@ def _norm_of_heads(terms: list[Term]) -> float | None:
     if len(weights) != 1 or len(maps) + len(others) != len(terms):
         return None
     (layer,) = weights.values()
-    if len(maps) != layer.layer.heads or any(t.h is not None or t.w is not None for t in others) or len(others) > 1:
+    if (
+        len(maps) != layer.layer.heads
+        or any(t.h is not None or t.w is not None for t in others)
+        or len(others) > 1
+    ):
         return None
     h = [maps[i].h for i in range(len(maps))]
     if any(x is None for x in h):
         return None
-    found = layer.sum_norm(torch.stack([x for x in h if x is not None]), bool(others), squared_cost=SQUARED_COST)
+    found = layer.sum_norm(
+        torch.stack([x for x in h if x is not None]), bool(others), squared_cost=SQUARED_COST
+    )
     return None if found is None else float(found)
 
 
@@ -420,10 +432,7 @@ def _select(x: Form, place: Tensor) -> Form | None:
             for a, ts in terms.items()
         }
     if not _is_all(columns, x.d):
-        terms = {
-            a: [t.columns(columns, x.d) for t in ts]
-            for a, ts in terms.items()
-        }
+        terms = {a: [t.columns(columns, x.d) for t in ts] for a, ts in terms.items()}
     terms = {a: merged(ts) for a, ts in terms.items()}
     return Form(terms, len(rows), len(columns), _order(place.shape))
 

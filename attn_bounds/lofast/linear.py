@@ -125,7 +125,9 @@ def _reduced(node: Any, x: Form, dims: tuple[int, ...]) -> Form | None:
         size = x.place.shape[axis - 1]
         each = 1.0 / size if kind(node) == "BoundReduceMean" else 1.0
         found = (
-            None if found is None else found.along(axis - 1, torch.full((size, 1), each, dtype=torch.float64), node.name)
+            None
+            if found is None
+            else found.along(axis - 1, torch.full((size, 1), each, dtype=torch.float64), node.name)
         )
     return None if found is None else Form(found.terms, found.n, found.d, found.place.reshape(dims))
 
@@ -202,7 +204,10 @@ def gains(
                 continue
             if kind(c) == "BoundAdd" and all(i.name in constants.moving for i in c.inputs):
                 todo.append((c, form))  # a branch joins
-            elif kind(c) in LINEAR_NODES - {"BoundConv"} and sum(i.name in constants.moving for i in c.inputs) == 1:
+            elif (
+                kind(c) in LINEAR_NODES - {"BoundConv"}
+                and sum(i.name in constants.moving for i in c.inputs) == 1
+            ):
                 try:
                     after = linear(c, form, constants)
                 except UnsupportedModelError:

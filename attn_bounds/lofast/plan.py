@@ -24,8 +24,8 @@ from ..sensitivity.layer import PAPER, AttentionLayer, Improvements
 from ..sensitivity.normalization import difference_norm, scale
 from ..sensitivity.softmax import finite_mask
 from ..sensitivity.weights import LayerWeights
-from .columns import Columns, Reference
-from .forms import GROW, Anchor, Form, HeadMap, Key, Reach, Term, added, fresh, norm, product
+from .columns import Columns, Sloped
+from .forms import GROW, Anchor, Form, HeadMap, Key, Reach, Term, Terms, added, fresh, norm, product
 from .linear import (
     LINEAR_NODES,
     Constants,
@@ -47,7 +47,9 @@ WAYS = 4  # so many forms of one tensor are kept
 UNIFORM = 1e-9  # relative; biases of the tokens that differ by less are the same
 
 Forms = list[Form]  # of one tensor, each valid; the first is the plainest
-Source = tuple[Anchor, Tensor, Key | None]  # an affine map of an anchor, token by token, and what its weight is
+Source = tuple[
+    Anchor, Tensor, Key | None
+]  # an affine map of an anchor, token by token, and what its weight is
 
 
 class Plan:
@@ -71,15 +73,18 @@ class Plan:
         self.use = PAPER if paper else Improvements()
         self.constants = Constants(walk.moving)
         self.values: dict[str, Tensor] = {}  # every moving tensor, float64, in which its errors do not count
+        self.anchors: list[Anchor] = []
         self.steps: list[Callable[[], None]] = []
         self.forms: dict[str, Forms] = {}
         self.finite = True
-        left = Counter(walk.readers)
+        self.numbers = 0
+        left, uses = Counter(walk.readers), Counter(walk.uses)
         for node in walk.nodes:
             if node.name not in walk.moving:
                 continue
             with lirpa.default_dtype(torch.float64):
                 self.values[node.name] = at = self._at_centre(node, x)
+                self.numbers += at.numel()
                 self.finite = self.finite and not (at.is_floating_point() and _has_nan_or_inf(at))
                 if node.name in walk.needed and self.finite:
                     forms = self._apply(node)
@@ -90,15 +95,22 @@ class Plan:
                         if left[i] == 0:
                             del self.forms[i]
             self.constants.forget()
+            for i in walk.used_by(node):
+                uses[i] -= 1
+                if uses[i] == 0:
+                    del self.values[i]
         self.output = self.values[walk.graph.final_name]
-        self.numbers = sum(v.numel() for v in self.values.values())
         self.final = self.forms.get(walk.graph.final_name, [])
-        self.values, self.forms = {}, {}  # steps hold what they need
+        for anchor in self.anchors:
+            anchor.value = None
+        self.anchors, self.values, self.forms = [], {}, {}  # steps hold what they need
 
     def _at_centre(self, node: Any, x: Tensor) -> Tensor:
         if node is self.walk.entry:
             return cast(Tensor, double(x))
-        inputs = [self.values[i.name] if i.name in self.walk.moving else self.constants.of(i) for i in node.inputs]
+        inputs = [
+            self.values[i.name] if i.name in self.walk.moving else self.constants.of(i) for i in node.inputs
+        ]
         return cast(Tensor, forward(node, inputs))
 
     def losses(self, eps: float, c: Tensor) -> Tensor:
@@ -116,6 +128,12 @@ class Plan:
             return self.values[node.name][0]
         return torch.as_tensor(self.constants.of(node))
 
+    def _anchor(self, value: Tensor | None, name: str, gains: Sequence[Tensor] = ()) -> Anchor:
+        """An anchor; its radii are set by a step, its value goes when all is built."""
+        anchor = Anchor(0.0, value, name, [(g, 0.0) for g in gains])
+        self.anchors.append(anchor)
+        return anchor
+
     def _reach(self, forms: Forms) -> Callable[[], float]:
         """The smallest of the radii of forms."""
         found = [f.reach(self.walk.known) for f in forms]
@@ -124,7 +142,7 @@ class Plan:
     def _new(self, node: Any, radius: Callable[[], float], axis: int = -1) -> Form:
         """The node as a new anchor with a radius of its own."""
         at = self._value(node)
-        anchor = Anchor(0.0, _as_matrix(at, axis), node.name)
+        anchor = self._anchor(_as_matrix(at, axis), node.name)
 
         def step() -> None:
             anchor.radius = radius()
@@ -136,12 +154,11 @@ class Plan:
         """The node as a new anchor: its radius is all that is kept, and that behind the gains that follow."""
         at = self._value(node)
         radius = self._reach(forms)
-        anchor = Anchor(0.0, _as_matrix(at, axis), node.name)
         balls: list[tuple[Tensor, list[Reach]]] = []
         for g in self._gains(node) if axis == -1 else []:
             matrices = [x for form in forms if (x := form.matrix()) is not None]
             balls.append((g, [x.times(g).reach(self.walk.known) for x in matrices]))
-        anchor.balls = [(g, 0.0) for g, _ in balls]
+        anchor = self._anchor(_as_matrix(at, axis), node.name, [g for g, _ in balls])
 
         def step() -> None:
             anchor.radius = radius()
@@ -188,7 +205,7 @@ class Plan:
         if node is walk.entry:
             at = self._value(node)
             axis = 0 if at.ndim == 3 else -1  # channels of an image
-            self.entry = Anchor(0.0, _as_matrix(at, axis), node.name)
+            self.entry = self._anchor(_as_matrix(at, axis), node.name)
             return [fresh(self.entry, tuple(at.shape), axis)]
         rule = walk.rules[node.name]
         if isinstance(rule, Normalised):
@@ -252,7 +269,7 @@ class Plan:
                 [Reach((a, [convolution_norm(node, w, g)]) for a, w in pairs) for g in (None, *gains)]
             )
         at = self._value(node)
-        anchor = Anchor(0.0, _as_matrix(at, 0), node.name, [(g, 0.0) for g in gains])
+        anchor = self._anchor(_as_matrix(at, 0), node.name, gains)
 
         def step() -> None:
             plain, *others = (
@@ -279,7 +296,10 @@ class Plan:
             z = z - z.mean(-1, keepdim=True)
             if rule.axes == 1:
                 mean = torch.eye(d, dtype=torch.float64) - 1.0 / d
-                ways = [*forms, *(x for f in forms if (x := f.along(-1, mean, f"centring of {d}")) is not None)]
+                ways = [
+                    *forms,
+                    *(x for f in forms if (x := f.along(-1, mean, f"centring of {d}")) is not None),
+                ]
         reach = self._reach(ways)
         s = scale(z, rule.eps)
 
@@ -301,7 +321,7 @@ class Plan:
             return [self._new(node, lambda: radius() * f.constant * GROW)]
         u = self._value(f.node)
         at = self._value(node)
-        plain = Anchor(0.0, _as_matrix(at, -1), node.name)
+        plain = self._anchor(_as_matrix(at, -1), node.name)
         rests: list[Anchor] = []
         ways: list[tuple[Anchor, Tensor, Tensor, _Scaled]] = []
         sloped: Forms = []
@@ -312,12 +332,11 @@ class Plan:
             own = u.reshape(x.n, x.d)
             slopes = f.slope(own)
             slope = (slopes.amax(0) + slopes.amin(0)) / 2
-            rest = Anchor(0.0, None, f"{node.name}/{i}")
-            ways.append((rest, own, slope, _Scaled(x, self.walk, (slopes - slope).abs().amax(0))))
+            rest = self._anchor(None, f"{node.name}/{i}")
+            scaled = _Scaled(x, self.walk)
+            ways.append((rest, own, slope, scaled))
             rests.append(rest)
-            sloped.append(
-                Form({**x.times(slope).terms, rest: [Term(None, None, ())]}, x.n, x.d, x.place)
-            )
+            sloped.append(Form({**scaled.times(x, slope), rest: [Term(None, None, ())]}, x.n, x.d, x.place))
 
         def step() -> None:
             best = radius() * f.constant
@@ -357,6 +376,8 @@ class Plan:
         (anchor,) = anchors
         w_q, w_k, w_v = (s[1] for s in sources if s is not None)
         of_model = all(s is not None and s[2] is not None for s in sources)
+        # columns below each other, as `LayerWeights` wants them: so it has no copy of its own
+        w_q, w_k, w_v = (w.mT.contiguous().mT for w in (w_q, w_k, w_v))
         layer = AttentionLayer(w_q, w_k, w_v, w_o, **common)
         n, dims = len(q_at), self._value(node).shape
         queries = q_at.unflatten(1, (h, -1)).transpose(0, 1)
@@ -398,7 +419,7 @@ class Plan:
                     known[key] = LayerWeights(replace(inside, w_o=w_o))
                 own.append(LayerAt(x, known[key], use=self.use, q=queries))
             ways.append(own)
-        second = Anchor(0.0, None, node.name, [(g, 0.0) for g in gains])
+        second = self._anchor(None, node.name, gains)
 
         def step() -> None:
             sizes = [
@@ -482,27 +503,30 @@ class Plan:
 
 
 class _Scaled:
-    """`‖factor ∘ move‖` for factors of each entry and any radii: by the largest of each feature, or by entries.
+    """`‖factor ∘ move‖` for factors of each entry and any radii: by the largest of each feature, or by entries."""
 
-    Arguments:
-        least: (d), factors of the features, where radii are 0.
-    """
-
-    def __init__(self, x: Form, walk: Walk, least: Tensor) -> None:
+    def __init__(self, x: Form, walk: Walk) -> None:
         self.n, self.d = x.n, x.d
         self.reach = x.entry_reach()
-        self.maps: list[tuple[Anchor, list[Reference | list[Term]]]] = []  # for each of an anchor's bounds
+        self.maps: list[tuple[Anchor, list[Columns | list[Term]]]] = []  # for each of an anchor's bounds
         for a, ts in x.terms.items():
-            own: list[Reference | list[Term]] = []
+            own: list[Columns | list[Term]] = []
             for g, _ in a.every():
                 terms = [t.behind(g) for t in ts]
                 if len(terms) > 1 or terms[0].h is not None or terms[0].w is None:
                     own.append(terms)
                     continue
                 w, key = cast(Tensor, terms[0].matrix()), terms[0].key
-                columns = Columns(w) if key is None else walk.columns.setdefault(key, Columns(w))
-                own.append(Reference(columns, least))
+                own.append(Columns(w) if key is None else walk.columns.setdefault(key, Columns(w)))
             self.maps.append((a, own))
+
+    def times(self, x: Form, slope: Tensor) -> Terms:
+        """The terms of x times a factor per feature, (d)."""
+        terms = x.times(slope).terms if any(not isinstance(own[0], Columns) for _, own in self.maps) else {}
+        for a, (way, *_) in self.maps:
+            if isinstance(way, Columns):
+                terms[a] = [Term(None, Sloped(way, slope) if way.large else way.w * slope)]
+        return terms
 
     def entries(self) -> Tensor:
         """Bound of each entry's move, (n, d)."""
@@ -510,17 +534,17 @@ class _Scaled:
 
     def radius(self, factor: Tensor, reach: Tensor) -> float:
         """factor, reach: (n, d), what `entries` returns."""
-        return self._radius(factor, reach, Reference.scaled_norm)
+        return self._radius(factor, reach, Columns.scaled_norm)
 
     def rough_radius(self, factor: Tensor, reach: Tensor) -> float:
         """The same, where it counts less."""
-        return self._radius(factor, reach, lambda r, f: r.columns.scaled_norm_roughly(f))
+        return self._radius(factor, reach, Columns.scaled_norm_roughly)
 
-    def _radius(self, factor: Tensor, reach: Tensor, norm_of: Callable[[Reference, Tensor], float]) -> float:
+    def _radius(self, factor: Tensor, reach: Tensor, norm_of: Callable[[Columns, Tensor], float]) -> float:
         f = factor.amax(0)
 
-        def size(way: Reference | list[Term]) -> float:
-            if isinstance(way, Reference):
+        def size(way: Columns | list[Term]) -> float:
+            if isinstance(way, Columns):
                 return norm_of(way, f) * GROW
             return norm([t.times(f) for t in way], self.n, self.d)
 

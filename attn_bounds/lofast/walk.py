@@ -106,6 +106,9 @@ class Walk:
                 needed.update(i.name for i in self.reads[n.name])
         self.needed = needed
         self.readers = Counter(i for r in self.reads.values() for i in {n.name for n in r})
+        self.uses = Counter({graph.final_name: 1})
+        for n in self.nodes:
+            self.uses.update(self.used_by(n))
         # where BatchNorm, or another factor per feature, follows an anchor
         own = [n for n in self.nodes if n.name in self.rules]
         self.gains = {
@@ -120,7 +123,9 @@ class Walk:
         self.known: Known = {}
         self.layers: dict[tuple[str, int, int], LayerWeights] = {}
         self.columns: dict[Key, Columns] = {}
-        self.one_bias: set[tuple[str, str]] = set()  # nodes that are one weight and one bias away from an anchor
+        self.one_bias: set[tuple[str, str]] = (
+            set()
+        )  # nodes that are one weight and one bias away from an anchor
 
     def _rule(self, node: Any) -> tuple[Any, list[Any]]:
         """What a node is the end of, and the moving nodes whose forms that needs."""
@@ -135,6 +140,12 @@ class Walk:
         if kind(node) == AVERAGE and is_unit(node):
             return _Attention(node, None), self._of_attention(node)
         return None, [i for i in node.inputs if i.name in self.moving]
+
+    def used_by(self, node: Any) -> set[str]:
+        """The moving nodes whose values, or forms, a node needs."""
+        if node.name not in self.moving:
+            return set()
+        return {i.name for i in (*node.inputs, *self.reads.get(node.name, ())) if i.name in self.moving}
 
     def _of_attention(self, average: Any) -> list[Any]:
         scores, _, v = average.inputs
@@ -160,7 +171,9 @@ class Walk:
 
     def ready(self, shape: torch.Size) -> bool:
         """Whether the graph knows the shapes and constants for inputs of a shape, (*input)."""
-        constants = (i for n in self.nodes if n.name in self.moving for i in n.inputs if i.name not in self.moving)
+        constants = (
+            i for n in self.nodes if n.name in self.moving for i in n.inputs if i.name not in self.moving
+        )
         return self.shape == shape and all(
             getattr(i, "forward_value", None) is not None or hasattr(i, "value") for i in constants
         )
@@ -169,10 +182,10 @@ class Walk:
         """Of an input; those of the last inputs are kept, as many as are small enough together."""
         key = (x.detach().cpu().numpy().tobytes(), x.shape, paper)
         if key not in self.plans:
-            plan = Plan(self, x, paper)
-            while self.plans and sum(p.numbers for p in self.plans.values()) + plan.numbers > KEPT:
+            one = max((p.numbers for p in self.plans.values()), default=0)
+            while self.plans and sum(p.numbers for p in self.plans.values()) + one > KEPT:
                 self.plans.popitem(last=False)
-            self.plans[key] = plan
+            self.plans[key] = Plan(self, x, paper)
         self.plans.move_to_end(key)
         return self.plans[key]
 

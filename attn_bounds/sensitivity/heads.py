@@ -350,7 +350,9 @@ def _weighted(h: Heads, high: Tensor, slope: Tensor, eps: Tensor) -> list[tuple[
         side = safe_sqrt(_top(keys, t.square(), h.rounding))
         side = side + c_size.unsqueeze(-1) * _length((a_error.unsqueeze(-1) * t).mT)
         ratio = (t * root / balanced.unsqueeze(-1)).amax(-2)
-        both = ratio * (_below((balanced[..., None, None] * a).mT) + _length(balanced * a_error)).unsqueeze(-1)
+        both = ratio * (_below((balanced[..., None, None] * a).mT) + _length(balanced * a_error)).unsqueeze(
+            -1
+        )
         weight = (t * value.unsqueeze(-2))[..., group]  # (…, H, n)
         row_root = safe_sqrt(row_slope)
         context = _below(thin((weight * row_root).unsqueeze(-1) * h.q) @ w_k.mT)

@@ -292,12 +292,12 @@ class LayerAt:
 
     # A, W, B up to a change of basis on the side that only norms see, and their norms
 
-    @cached_property
+    @property
     def _a(self) -> Tensor:
         """(H, dk, d_c)."""
         return self.weights.layer.factor() * self.weights.thin_q @ self.weights.w_k.mT
 
-    @cached_property
+    @property
     def _w(self) -> Tensor:
         """(H, d_c, dv)."""
         return self.weights.w_v @ self.weights.thin_o.mT

@@ -116,7 +116,7 @@ class LayerWeights:
         None where it is cheaper or tighter to form them (`kronecker_sum_norm_upper`, and its arguments), where
         rows of P do not sum to one, and where gradients are asked. Shape: (…, H, n, m) → (…), float64.
         """
-        (n, m), (d_c, d_out), terms = p.shape[-2:], self.whole.shape, self.layer.heads + 1
+        (n, m), d_c, d_out, terms = p.shape[-2:], self.w_v.shape[1], self.w_o.shape[2], self.layer.heads + 1
         largest = dense_size_for(terms) if dense_size is None else dense_size
         small = n * d_out * m * d_c <= largest**2 or squares(terms, max(d_c, d_out), squared_cost)
         if small or not self.v_rows.large or any(t.requires_grad for t in (p, self.w_v, self.w_o)):
@@ -128,17 +128,17 @@ class LayerWeights:
         found = [head_sum_norm_upper(x, self.maps, whole * (n / m) ** 0.5, skip) for x in flat]
         return torch.stack(found).reshape(p.shape[:-3])
 
-    @cached_property
-    def whole(self) -> Tensor:
+    def _whole(self) -> Tensor:
         """`Σ_h W_h`, (d_c, d_out)."""
         return self.w_v.transpose(0, 1).flatten(1) @ self.w_o.flatten(0, 1)
 
     @cached_property
     def _sum(self) -> Tensor:
         """`‖Σ_h W_h‖` from above."""
-        return spectral_norm_upper(self.whole)
+        return spectral_norm_upper(self._whole())
 
     @cached_property
     def _sum_with_skip(self) -> Tensor:
         """`‖I + Σ_h W_h‖` from above."""
-        return spectral_norm_upper(self.whole + torch.eye(len(self.whole)).to(self.whole))
+        whole = self._whole()
+        return spectral_norm_upper(whole + torch.eye(len(whole)).to(whole))
