@@ -239,26 +239,45 @@ class Form:
             sizes.append((a, balls))
         return EntryReach(sizes, self.n, self.d, self.place)
 
-    def functionals(self, c: Tensor) -> Tensor:
-        """Bound of how far functionals move: (rows, entries of the tensor) → (rows)."""
+    def functional_reach(self, c: Tensor) -> FunctionalReach:
+        """How far functionals (rows, entries of the tensor) move, for any radii of the anchors."""
         known = self.place.flatten() >= 0
         rows = torch.zeros(len(c), self.n * self.d, dtype=torch.float64)
         rows.index_add_(1, self.place.flatten()[known], c[:, known])
         rows = rows.reshape(-1, self.n, self.d)
-        loss = torch.zeros(len(c), dtype=torch.float64)
+        found = FunctionalReach()
         for a, ts in self.terms.items():
-            parts = []  # of the functional of the anchor
-            for t in ts:
-                part, w = rows if t.h is None else t.h.T @ rows, t.matrix()
-                parts.append(part if w is None else part @ w.T)
-            found = []
-            for g, r in a.every():
-                behind = [x if g is None else x / g for x in (torch.stack(parts).sum(0), *parts)]
-                size, *own = (x.flatten(1).norm(dim=1) for x in behind)
+            parts = [_pulled(rows, t) for t in ts]  # of the functional of the anchor
+            sizes = []
+            for g, _ in a.every():
+                behind = [x if g is None else x / g for x in parts]
+                own = [x.flatten(1).norm(dim=1) for x in behind]
+                size = own[0] if len(own) == 1 else torch.stack(behind).sum(0).flatten(1).norm(dim=1)
                 # rounding of the products, relative to their terms and not to a sum that may cancel
-                size = size + 1e-12 * torch.stack(own).sum(0)
-                found.append(torch.where(size > 0, r * size, size))  # ∞ · 0
-            loss = loss + torch.stack(found).amin(0)
+                sizes.append(size + 1e-12 * torch.stack(own).sum(0))
+            found.append((a, sizes))
+        return found
+
+
+def _pulled(rows: Tensor, t: Term) -> Tensor:
+    """`Hᵀ C Wᵀ` for each functional, (rows, n, d) → (rows, n', d'); the smaller product first."""
+    w = t.matrix()
+    if t.h is None:
+        return rows if w is None else rows @ w.T
+    if w is None:
+        return t.h.T @ rows
+    return t.h.T @ (rows @ w.T) if t.h.shape[0] <= t.h.shape[1] else (t.h.T @ rows) @ w.T
+
+
+class FunctionalReach(list[tuple[Anchor, list[Tensor]]]):
+    """Norms of functionals of anchors, (rows) for each of an anchor's bounds."""
+
+    def losses(self) -> Tensor:
+        """Bound of how far functionals move for the anchors' radii as they are now, (rows)."""
+        loss = torch.zeros_like(self[0][1][0]) if self else torch.zeros((), dtype=torch.float64)
+        for a, sizes in self:
+            own = [torch.where(s > 0, r * s, s) for (_, r), s in zip(a.every(), sizes, strict=True)]  # ∞ · 0
+            loss = loss + torch.stack(own).amin(0)
         return loss * GROW
 
 

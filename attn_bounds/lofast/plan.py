@@ -25,7 +25,21 @@ from ..sensitivity.normalization import difference_norm, scale
 from ..sensitivity.softmax import finite_mask
 from ..sensitivity.weights import LayerWeights
 from .columns import Columns, Sloped
-from .forms import GROW, Anchor, Form, HeadMap, Key, Reach, Term, Terms, added, fresh, norm, product
+from .forms import (
+    GROW,
+    Anchor,
+    Form,
+    FunctionalReach,
+    HeadMap,
+    Key,
+    Reach,
+    Term,
+    Terms,
+    added,
+    fresh,
+    norm,
+    product,
+)
 from .linear import (
     LINEAR_NODES,
     Constants,
@@ -100,6 +114,7 @@ class Plan:
                 if uses[i] == 0:
                     del self.values[i]
         self.output = self.values[walk.graph.final_name]
+        self.functionals: tuple[Tensor, list[FunctionalReach]] | None = None  # the last, and what they need
         self.final = self.forms.get(walk.graph.final_name, [])
         for anchor in self.anchors:
             anchor.value = None
@@ -118,7 +133,9 @@ class Plan:
         self.entry.radius = eps
         for step in self.steps:
             step()
-        return torch.stack([f.functionals(c) for f in self.final]).amin(0)
+        if self.functionals is None or not torch.equal(self.functionals[0], c):
+            self.functionals = c, [f.functional_reach(c) for f in self.final]
+        return torch.stack([f.losses() for f in self.functionals[1]]).amin(0)
 
     # -- values, radii and anchors --------------------------------------------------------------------------
 
