@@ -1,13 +1,13 @@
 """Norms of `[F_1 W_1; …; F_H W_H]` for one set of weights W_h and many F: what heads scale and mix.
 
-With the weights below each other, W (r, d), and `D = blockdiag(F_hᵀ F_h)`, or any other positive semidefinite D
-(r, r), the square of the norm is `λ_max(D G)`, `G = W Wᵀ`, the largest eigenvalue of `G^½ D G^½`. As G belongs
-to the weights alone, so does `K ≈ (G + δ I)⁻¹`, and for any τ
+With the weights below each other, W (r, d), and `D = blockdiag(F_hᵀ F_h)`, or any other positive semidefinite
+D (r, r), the square of the norm is `λ_max(D G)`, `G = W Wᵀ`, the largest eigenvalue of `G^½ D G^½`. G belongs
+to the weights alone, and so does `K ≈ (G + δ I)⁻¹`; for any τ
 
     τ K ⪰ D   ⟹   λ_max(D G) ≤ λ_max(D (G + δ I)) ≤ τ λ_max(K (G + δ I)),
 
-which one Cholesky factor of `K − D / τ` proves. Lanczos' method, in the inner product of G, proposes τ. So a norm
-takes neither a product of (r, d) matrices nor a Gram matrix, but r³/3 multiplications.
+which one Cholesky factor of `K − D / τ` proves. Lanczos' method, in the inner product of G, proposes τ. So a
+norm takes neither a product of (r, d) matrices nor a Gram matrix, but r³/3 multiplications.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class HeadRows:
     def __init__(self, w: Tensor) -> None:
         self.w = w.contiguous()
         self.heads, self.k, self.d = w.shape
-        self.large = min(self.heads * self.k, self.d) > LARGE
+        # squares of other numbers are too small or too large
+        squares = 1e-100 < float(self.w.detach().abs().amax()) < 1e100 if self.w.numel() else False
+        self.large = squares and min(self.heads * self.k, self.d) > LARGE
 
     @cached_property
     def gram(self) -> Tensor:
@@ -57,7 +59,11 @@ class HeadRows:
         """`‖[F_h W_h]_h‖₂` from above, differentiable: (…, H, q, k) → (…)."""
         if not self.large:
             return spectral_norm_upper((f @ self.w).flatten(-3, -2))
-        return self.weighted(self._blocks(f), f.shape[-2])
+        # by a power of two, which rounds nothing: squares of tiny entries must not vanish
+        largest = f.detach().abs().amax((-3, -2, -1))
+        unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
+        return unit * self.weighted(self._blocks(f / unit[..., None, None, None]), f.shape[-2])
 
     def _blocks(self, f: Tensor) -> Tensor:
         """`blockdiag(F_hᵀ F_h)`: (…, H, q, k) → (…, H k, H k)."""
@@ -80,7 +86,7 @@ class HeadRows:
         trace = d.detach().diagonal().sum()
         if not bool(torch.isfinite(d.detach().sum())):
             return d.sum() * torch.nan if bool(d.isnan().any()) else d.new_tensor(torch.inf)
-        if not bool(trace > 0):
+        if not bool(trace > 0) or not bool(self.w.any()):
             return d.new_zeros(())
         inverse = self._inverse
         rows, eps = len(d), torch.finfo(d.dtype).eps

@@ -35,7 +35,8 @@ CORE_SIZE = 1000  # up to this many rows a deflated block is
 SQUARED_COST = 1.2e10  # operations that squaring may take
 SEARCH_STEPS = 20
 LARGE, LARGE_STEPS = 256, 8  # products with larger matrices are what the search costs: fewer steps
-HEAD_STEPS = 4
+POWER_STEPS = 3  # of power iteration in each
+HEAD_SEARCH = 5, 6  # both, where products are those of heads
 MANY_TERMS, FEW_STEPS = 200, 3  # with more terms eigenvectors of T × T matrices are
 
 
@@ -49,8 +50,8 @@ def dense_size_for(terms: int) -> int:
 
 
 def squares(terms: int, features: int, cost: float) -> bool:
-    """Whether fact 4 takes no more than so many operations: products of d × d matrices, and eigenvectors for T²
-    terms to mix."""
+    """Whether fact 4 takes no more than so many operations: products of d × d matrices, and eigenvectors to
+    mix T² terms."""
     return 2 * terms**2 * features**3 + 4 * terms**6 <= cost
 
 
@@ -107,9 +108,9 @@ def kronecker_sum_norm_upper(
 def head_sum_norm_upper(p: Tensor, w: TermStack, whole: Tensor, skip: bool) -> Tensor:
     """`‖Σ_t P_t ⊗ W_tᵀ‖₂` from above for attention, `I ⊗ I` added with `skip`; at a fraction of the cost.
 
-    Rows of P sum to one, so `v = 1/√n` is fact 3's direction on both sides: `P_t v_m = √(n/m) v_n`, so that the
-    map is block triangular and its corner belongs to the weights alone. The identity is added to the last block
-    by the triangle inequality. Norms of mixtures of W go through Gram matrices of the heads' factors.
+    Rows of P sum to one, so `v = 1/√n` is fact 3's direction on both sides: `P_t v_m = √(n/m) v_n`, so that
+    the map is block triangular and its corner belongs to the weights alone. To the last block the identity is
+    added by the triangle inequality. Norms of mixtures of W go through Gram matrices of the heads' factors.
 
     Arguments:
         p: (T, n, m), float64, rows with sum one. w: of heads; see `TermStack.of_heads`.
@@ -122,16 +123,17 @@ def head_sum_norm_upper(p: Tensor, w: TermStack, whole: Tensor, skip: bool) -> T
     n, m = p.shape[-2:]
     size, w = w.norm, replace(w)  # what the search keeps with w goes with this call
     z = _without_mean(_without_mean(p).mT).mT
-    # what rounding, and sums that are not exactly one, leave below the corner, and in it
+    # what sums that are not exactly one leave below the corner, and in it, and rounding: of all products
     error = torch.linalg.vector_norm(z[:, 1:, 0], dim=-1) + (z[:, 0, 0] - (n / m) ** 0.5).abs()
-    error = error + 64.0 * (n + m) * torch.finfo(p.dtype).eps * torch.linalg.matrix_norm(p)
+    rounding = 8.0 * (n**2 + m**2 + max(w.shape) ** 2) * torch.finfo(p.dtype).eps
+    error = error + rounding * torch.linalg.matrix_norm(p)
     zero = torch.zeros_like(whole)
     row = w.mT.mixture_norm(z[:, 0, 1:].mT) if m > 1 else zero
     rest = zero
     if n > 1 and m > 1:
         inner = TermStack.of(z[:, 1:, 1:])
         sides = [(inner, w), (inner.mT, w.mT)]
-        mixings = [_best_mixing(*s, HEAD_STEPS) for s in sides]
+        mixings = [_best_mixing(*s, *HEAD_SEARCH) for s in sides]
         best = min((0, 1), key=lambda i: mixings[i].estimate)
         rest = _mixed(*sides[best], mixings[best].root)
     corner = torch.stack([torch.stack([whole, row]), torch.stack([zero, rest + float(skip)])])
@@ -290,16 +292,20 @@ class _Mixing(NamedTuple):
 
 
 @torch.no_grad()
-def _best_mixing(p: TermStack, w: TermStack, most: int = SEARCH_STEPS) -> _Mixing:
+def _best_mixing(p: TermStack, w: TermStack, most: int = SEARCH_STEPS, powers: int = POWER_STEPS) -> _Mixing:
     """An R that makes `_mixed` small. Any would be valid, so the search is in single precision."""
     # balanced terms of size one altogether, so that no term is lost to rounding
-    size_p, size_w = (x.size[x.order.argsort()].clamp(min=1e-300) for x in (p, w))
+    tops = [float(x.units.amax()) for x in (p, w)]
+    size_p, size_w = (x.units / top for x, top in zip((p, w), tops, strict=True))
     balance = (size_w / size_p).sqrt()
     size = (size_p * size_w).sqrt()
+    total = float(size.square().sum()) * tops[0] * tops[1]
     size = size / torch.linalg.vector_norm(size)
     weight = size[:, None] * size
-    a = weight * p.inner / (size_p[:, None] * size_p)
-    b = weight * w.inner / (size_w[:, None] * size_w)
+    a = weight * (p.inner / tops[0] ** 2) / (size_p[:, None] * size_p)
+    b = weight * (w.inner / tops[1] ** 2) / (size_w[:, None] * size_w)
+    if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):  # squares below or above all numbers
+        return _Mixing(torch.diag(balance), total)
     x, y = p.start(), w.start()
     eye = torch.eye(len(a)).to(a)
     best = float("inf")
@@ -310,7 +316,7 @@ def _best_mixing(p: TermStack, w: TermStack, most: int = SEARCH_STEPS) -> _Mixin
         half, back = _roots(a_room)
         middle, middle_inverse = _roots(half @ b_room @ half)
         g, g_inverse = back @ middle @ back, half @ middle_inverse @ half
-        for _ in range(3):  # power steps from where the last step ended
+        for _ in range(powers):  # power steps from where the last step ended
             x = p.power(x, g * weight)
             y = w.power(y, g_inverse * weight)
         a_new, b_new = weight * p.moments(x), weight * w.moments(y)
@@ -320,4 +326,4 @@ def _best_mixing(p: TermStack, w: TermStack, most: int = SEARCH_STEPS) -> _Mixin
         pace = 2.0 / (step + 3.0)
         a, b = a + pace * (a_new - a), b + pace * (b_new - b)
     root = eye if best_g is None else _roots(best_g)[0]
-    return _Mixing(root * balance[:, None], float((size_p * size_w).sum()) * best**0.5)
+    return _Mixing(root * balance[:, None], total * best**0.5)

@@ -99,6 +99,11 @@ class TermStack:
         return self._given(torch.cat([spectral_norm_upper(self.whole), low]) + 2.0 * self.left_over)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(d, d')."""
+        return self.whole.shape[1], self.whole.shape[2]
+
+    @property
     def rows(self) -> int:
         """d."""
         return self.whole.shape[1]
@@ -107,6 +112,11 @@ class TermStack:
         """All matrices, (T, d, d'), without what is left out."""
         return self._given(torch.cat([self.whole, self.left @ self.right]))
 
+    @property
+    def units(self) -> Tensor:
+        """(T), sizes that searches divide terms by, in the given order; positive."""
+        return self._given(self.size.clamp(min=1e-12 * float(self.size.amax()) + 1e-300))
+
     def start(self) -> Tensor:
         """A vector to begin `power` with, single precision like what follows from it: of no pattern."""
         size = self.rows if self.rows_of is None else len(self.rows_of[0].gram)
@@ -114,7 +124,7 @@ class TermStack:
         return torch.sin(12.9898 * ramp.square())
 
     def power(self, x: Tensor, g: Tensor) -> Tensor:
-        """One step of power iteration with `Σ_ts g_ts U_t U_sᵀ`, `U_t = W_t / ‖W_t‖_F`, to length 1.
+        """One step of power iteration with `Σ_ts g_ts U_t U_sᵀ`, `U_t = W_t / units_t`, to length 1.
 
         Vectors are (d), but those of heads are `h = L x`, in which all is a product with a Gram matrix."""
         if self.rows_of is None:
@@ -138,7 +148,7 @@ class TermStack:
     def _single(self) -> tuple[Tensor, Tensor, Tensor]:
         """In single precision, for searches: of heads both Gram matrices and their units in U_t U_sᵀ; else
         transposes of the U_t that are kept as they are, below each other, and the factors of the others."""
-        size = self.size.clamp(min=1e-300)
+        size = self.units[self.order]
         if self.rows_of is not None:
             grams = [r.gram / r.gram.abs().amax().clamp(min=1e-300) for r in self.rows_of]
             units = [r.gram.abs().amax() / size for r in self.rows_of]

@@ -1,7 +1,7 @@
 """Certified l2 radii of lofast and lofast-paper beside sensitivity and crown, and what one bound costs.
 
     python benchmarks/lofast_radii.py radii [--models pgd,ibp,digits] [--methods lofast,lofast-paper,…]
-    python benchmarks/lofast_radii.py large [--tokens 197 --width 768 --heads 12 --layers 12 --activation relu]
+    python benchmarks/lofast_radii.py large [--activation gelu --tokens 197 --width 768 --heads 12 …]
 
 Radii are found by bisection to 2%, of ten properties for each of the competition's Vision Transformers (where
 they are there) and of ten inputs for the bundled model; the attack does not limit them. `large` bounds a
@@ -113,8 +113,8 @@ def _mean(values: list[float]) -> float | None:
 def large(
     tokens: int, width: int, heads: int, layers: int, activation: str = "relu", classes: int = 1000
 ) -> dict[str, Any]:
-    """What bounds of each method cost on a pre-norm Transformer of random weights: in all with the first input,
-    for another input, for another radius, and that in forward passes."""
+    """What bounds of each method cost on a pre-norm Transformer of random weights: with the first input, for
+    another input, and for another radius; the last two in forward passes, too."""
     import torch
     from torch import Tensor, nn
 

@@ -35,7 +35,8 @@ class Columns:
     def scaled_norm(self, f: Tensor) -> float:
         """`‖W diag(f)‖` from above; f (k), not negative.
 
-        Where many columns have the largest factor, `W diag(f²) Wᵀ` is its square times `W Wᵀ` but for the others.
+        Where many columns have the largest factor, `W diag(f²) Wᵀ` is its square times `W Wᵀ`, less what the
+        others lack.
         """
         most = float(f.amax())
         if not 0.0 < most < float("inf"):

@@ -71,8 +71,8 @@ class Term(NamedTuple):
 
     Attributes:
         w: (d, d'), or (d) of a diagonal matrix.
-        key: the nodes that W is made of, in such a way that equal keys mean equal W, if nothing but constants of
-            the model is in it; else None.
+        key: the nodes that W is made of, in such a way that equal keys mean equal W, if nothing but constants
+            of the model is in it; else None.
     """
 
     h: Tensor | None
@@ -206,7 +206,9 @@ class Form:
         return self.times(-torch.ones(self.d, dtype=torch.float64), "minus")
 
     def reach(self, known: Known | None = None) -> Reach:
-        """How far the tensor moves in l2, for any radii of the anchors; known: norms of the model's constants."""
+        """How far the tensor moves in l2, for any radii of the anchors.
+
+        known: norms of the model's constants."""
         x = self if self.ordered() else self.matrix() or self
         repeats = 1.0
         if not x.ordered() and bool((x.place >= 0).any()):

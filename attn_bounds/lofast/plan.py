@@ -1,7 +1,7 @@
 """One input of a graph: what does not depend on the radius is computed once, in the order of the nodes.
 
-Every tensor's move becomes a form (`forms.py`), and every anchor a step that sets its radii from those of earlier
-anchors. A bound runs the steps: norms of forms, and most of attention, are known by then.
+Every tensor's move becomes a form (`forms.py`), and every anchor has a step that sets its radii from those of
+earlier anchors. A bound runs the steps: norms of forms, and most of attention, are known by then.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Plan:
                 uses[i] -= 1
                 if uses[i] == 0:
                     del self.values[i]
-        self.output = self.values[walk.graph.final_name]
+        self.output = self.values[walk.final_name]
         self.functionals: tuple[Tensor, list[FunctionalReach]] | None = None  # the last, and what they need
-        self.final = self.forms.get(walk.graph.final_name, [])
+        self.final = self.forms.get(walk.final_name, [])
         for anchor in self.anchors:
             anchor.value = None
         self.anchors, self.values, self.forms = [], {}, {}  # steps hold what they need
@@ -520,7 +520,7 @@ class Plan:
 
 
 class _Scaled:
-    """`‖factor ∘ move‖` for factors of each entry and any radii: by the largest of each feature, or by entries."""
+    """`‖factor ∘ move‖` for factors of entries and any radii: by the largest of each feature, or by entry."""
 
     def __init__(self, x: Form, walk: Walk) -> None:
         self.n, self.d = x.n, x.d

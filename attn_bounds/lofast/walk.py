@@ -90,7 +90,8 @@ class Walk:
 
     def __init__(self, graph: Any) -> None:
         domain = graph.domain()
-        self.graph, self.nodes, self.moving, self.entry = graph, domain.nodes, domain.moving, domain.entry
+        self.nodes, self.moving, self.entry = domain.nodes, domain.moving, domain.entry
+        self.final_name = graph.final_name  # the graph itself would never be freed
         if sum(kind(n) == "BoundInput" for n in self.nodes) > 1:
             raise UnsupportedModelError("method lofast has no rule for several inputs")
         self._consumers: dict[str, list[Any]] = {}
@@ -119,13 +120,12 @@ class Walk:
         self.stamp = _stamp(graph)
         self.shape: torch.Size | None = None
         self.plans: OrderedDict[Any, Plan] = OrderedDict()
-        # what belongs to the model alone: norms of its weights, attention layers, weights in front of activations
+        # what belongs to the model alone: norms of its weights, attention layers, weights before activations
         self.known: Known = {}
         self.layers: dict[tuple[str, int, int], LayerWeights] = {}
         self.columns: dict[Key, Columns] = {}
-        self.one_bias: set[tuple[str, str]] = (
-            set()
-        )  # nodes that are one weight and one bias away from an anchor
+        # nodes that are one weight and one bias away from an anchor
+        self.one_bias: set[tuple[str, str]] = set()
 
     def _rule(self, node: Any) -> tuple[Any, list[Any]]:
         """What a node is the end of, and the moving nodes whose forms that needs."""

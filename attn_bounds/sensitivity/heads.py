@@ -143,7 +143,7 @@ class Heads:
 
     @cached_property
     def weightings(self) -> list[Tensor]:
-        """Three choices of t, (…, H) each; the second balances heads for small ε, the third for large ones."""
+        """Three choices of t, (…, H) each; the second balances heads for small ε, the third for large."""
         w = self.weights
         shifted = (self.c - self.c.mean(-2, keepdim=True)).unsqueeze(-3)
         own_move = spectral_norm_upper(w.scale * shifted @ w.w_k @ w.thin_q.mT)
@@ -234,11 +234,13 @@ def stacked(h: Heads, moved: Moved, eps: Tensor, weighted: bool) -> Tensor:
 
 
 def _promising(h: Heads, moved: Moved) -> Tensor:
-    """Which of the weightings to try: those for which `Σ t² p² · Σ v² / t²`, sums that bound both factors, is not
-    much above the least, and of those that are nearly multiples of each other the best. (weightings, …), bool."""
+    """Which of the weightings to try: those for which `Σ t² p² · Σ v² / t²`, sums that bound both factors, is
+    not much above the least, and of those that are nearly multiples of each other the best.
+
+    Shape: (weightings, …), bool; for each sample one at least."""
     t = torch.stack([t.detach() for t in h.weightings])
     p, v = moved.whole.detach(), h.value_size.detach()
-    sums = (t * p).square().sum(-1) * (v / t).square().sum(-1)
+    sums = ((t * p).square().sum(-1) * (v / t).square().sum(-1)).nan_to_num(nan=torch.inf)
     ratio = t.unsqueeze(1) / t
     alike = ratio.amax(-1) <= ALIKE * ratio.amin(-1)
     order = torch.arange(len(t), device=t.device).reshape(-1, *[1] * (sums.ndim - 1))

@@ -272,8 +272,8 @@ def jacobian_norm_upper(p_lower: Tensor, p_upper: Tensor) -> Tensor:
 
 
 def _jacobian_norm(lower: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """From the two largest p̄ and the range of the key with the first: all others' t are at most the second, and
-    for these `t (1 − t + min(t, 1 − t, first)) ≤ min(t, ½)`."""
+    """From the two largest p̄ and the range of the key with the first: all others' t are at most the second,
+    and for these `t (1 − t + min(t, 1 − t, first)) ≤ min(t, ½)`."""
     candidates = [lower, first, second, 1.0 - second, (1.0 + second) / 2, torch.full_like(first, 0.5)]
 
     def g(t: Tensor) -> Tensor:
@@ -288,9 +288,9 @@ def _jacobian_norm(lower: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def jacobian_norm_on_box(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """`jacobian_norm_upper` for scores in a box, and the largest probabilities p̄.
 
-    A third of the work of `probability_box`: the least probability of one key of a row is all that is needed, and
-    for p̄ sums of all but one may be differences: what rounding takes from `Σ_k e^{l_k} − e^{l_c}` is small
-    against `e^{u_c}`, to which it is added.
+    A third of the work of `probability_box`: of the least probabilities that of one key of a row is needed,
+    and for p̄ sums of all but one may be differences: what rounding takes from `Σ_k e^{l_k} − e^{l_c}` is
+    small against `e^{u_c}`, to which it is added.
 
     Shape: (…, m), (…, m) → (…), (…, m).
     """

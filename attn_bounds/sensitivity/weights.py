@@ -113,13 +113,18 @@ class LayerWeights:
     ) -> Tensor | None:
         """`‖Σ_h P_h ⊗ W_hᵀ‖` from above, I ⊗ I added with `skip`, with the W_h left as products.
 
-        None where it is cheaper or tighter to form them (`kronecker_sum_norm_upper`, and its arguments), where
+        None where it is cheaper or tighter to form them (`kronecker_sum_norm_upper`, its arguments), where
         rows of P do not sum to one, and where gradients are asked. Shape: (…, H, n, m) → (…), float64.
         """
-        (n, m), d_c, d_out, terms = p.shape[-2:], self.w_v.shape[1], self.w_o.shape[2], self.layer.heads + 1
+        (n, m), terms = p.shape[-2:], self.layer.heads + 1
+        d_c, d_out = self.w_v.shape[1], self.w_o.shape[2]
         largest = dense_size_for(terms) if dense_size is None else dense_size
         small = n * d_out * m * d_c <= largest**2 or squares(terms, max(d_c, d_out), squared_cost)
-        if small or not self.v_rows.large or any(t.requires_grad for t in (p, self.w_v, self.w_o)):
+        if (
+            small
+            or not (self.v_rows.large and self.o_rows.large)
+            or any(t.requires_grad for t in (p, self.w_v, self.w_o))
+        ):
             return None
         if float((p.sum(-1) - 1.0).abs().amax()) > 1e-9:
             return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_bounds import InputError, InputSet, Verifier, lirpa, read_vnnlib
+from attn_bounds import InputError, InputSet, Verifier, head_rows, lirpa, read_vnnlib
 from attn_bounds.errors import UnsupportedModelError
-from attn_bounds.lofast.forms import Anchor, Form, Term, fresh, norm
+from attn_bounds.lofast import columns
+from attn_bounds.lofast.columns import Columns, Sloped
+from attn_bounds.lofast.forms import Anchor, Form, Term, added, fresh, norm
 from attn_bounds.lofast.patterns import GELU, SILU, TANH_GELU, Activation, activation
 from attn_bounds.module import BoundedModule
+from attn_bounds.sensitivity import weights as sensitivity_weights
 from onnx_export import attention, l2_attention
 
 from .cli_tools import Files, rows, run
@@ -231,6 +236,71 @@ def test_never_below_an_attack(case: Case) -> None:
         assert (width["lofast"] <= width["lofast-paper"] * (1 + 1e-9)).all(), eps
 
 
+LARGE_CASES = [c for c in cases() if any(k in c.name for k in ("batch", "layer", "masked", "cross"))]
+
+
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_the_ways_of_large_models_hold(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models as if they were large; two inputs after each other, the second as if it were the first."""
+    with torch.no_grad():
+        outputs = case.module(*case.inputs).flatten(1).shape[1]
+    c = tensor(3, 3, outputs)
+
+    def width(graph: BoundedModule, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ball = lirpa.BoundedTensor(x, lirpa.perturbation(2.0, eps))
+        low, high = graph.compute_bounds(x=(ball,), C=c.expand(len(x), -1, -1), method="lofast")
+        return low, high
+
+    def fresh_graph() -> BoundedModule:
+        return BoundedModule(Flat(case.module, outputs), case.inputs[0])
+
+    plain = [width(fresh_graph(), case.inputs[0], eps) for eps in RADII]
+    for module in (head_rows, columns):
+        monkeypatch.setattr(module, "LARGE", 0)
+    monkeypatch.setattr(sensitivity_weights, "dense_size_for", lambda terms: 0)
+    monkeypatch.setattr(sensitivity_weights, "squares", lambda *_: False)
+    graph, other = fresh_graph(), 0.5 * case.inputs[0] + 0.1
+    for eps, (low_plain, high_plain) in zip(RADII, plain, strict=True):
+        case.eps = eps
+        low, high = width(graph, case.inputs[0], eps)
+        assert (low <= smallest(case, c, 2.0, restarts=3, steps=20) + 1e-12).all()
+        assert (high >= -smallest(case, -c, 2.0, restarts=3, steps=20) - 1e-12).all()
+        assert ((high - low) <= 2.0 * (high_plain - low_plain)).all()
+        for used, alone in zip(width(graph, other, eps), width(fresh_graph(), other, eps), strict=True):
+            assert torch.allclose(used, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_changed_weights_are_seen() -> None:
+    """Bounds after a step of an optimiser, or after loading weights, are those of a new graph."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    x = tensor(1, 2, 4)
+    graph = BoundedModule(module, x)
+
+    def bound(graph: BoundedModule) -> Tensor:
+        ball = lirpa.BoundedTensor(x, lirpa.perturbation(2.0, 0.1))
+        return graph.compute_bounds(x=(ball,), C=None, method="lofast")[0]
+
+    before = bound(graph)
+    with torch.no_grad():
+        for weight in graph.parameters():
+            weight.mul_(1.5)
+        for mine, weight in zip(module.parameters(), graph.parameters(), strict=True):
+            mine.copy_(weight)
+    after = bound(graph)
+    assert not torch.allclose(before, after)
+    assert torch.equal(after, bound(BoundedModule(module, x)))
+
+
+def test_graphs_are_not_kept_alive() -> None:
+    x = tensor(1, 2, 4)
+    graph = BoundedModule(nn.Linear(4, 3).double(), x)
+    graph.compute_bounds(x=(lirpa.BoundedTensor(x, lirpa.perturbation(2.0, 0.1)),), C=None, method="lofast")
+    alive = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert alive() is None
+
+
 # -- known answers --------------------------------------------------------------------------------------
 
 
@@ -368,6 +438,74 @@ def test_norms_of_sums_see_terms_cancel() -> None:
     h, w = tensor(0, 3, 3), tensor(1, 4, 4)
     assert norm([Term(h, w), Term(h.clone(), -w)], 3, 4) < 1e-6
     assert norm([Term(None, w)], 3, 4) == pytest.approx(float(torch.linalg.matrix_norm(w, 2)))
+
+
+def test_scaled_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`‖W diag(f)‖` and `W diag(λ) V` by what is known of W, for factors that are mostly equal, or not."""
+    monkeypatch.setattr(columns, "LARGE", 0)
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        d, k = 1 + seed % 4, 4 + seed % 9
+        w, v = tensor(seed, d, k), tensor(seed + 1, k, 3)
+        own = Columns(w)
+        f = torch.full((k,), 0.5, dtype=torch.float64)
+        f[torch.rand(k, generator=g) < [0.0, 0.2, 0.9][seed % 3]] = [0.0, 0.7, 0.3][seed % 3]
+        f = f + 1e-5 * (seed % 2) * torch.rand(k, generator=g, dtype=torch.float64)
+        true = float(torch.linalg.svdvals(w * f)[0])
+        assert true * (1 - 1e-13) <= own.scaled_norm(f) <= true * 1.001 + 1e-7
+        assert true * (1 - 1e-13) <= own.scaled_norm_roughly(f)
+        for _ in range(2):  # the second time by what the first has left
+            assert torch.allclose(Sloped(own, f).then(v, "v"), (w * f) @ v, rtol=1e-12, atol=1e-12)
+    assert own.scaled_norm(0.0 * f) == 0.0 and own.scaled_norm(f / 0.0) == math.inf
+
+
+def test_equal_keys_mean_equal_weights() -> None:
+    """Of sums, products, slices and factors of one tensor: whatever order they come in."""
+    a = Anchor(0.0, None, "a")
+    x = fresh(a, (2, 4))
+    w = {name: tensor(i, 4, 4) for i, name in enumerate("pqr")}
+
+    def along(f: Form, name: str) -> Form:
+        found = f.along(-1, w[name], name)
+        assert found is not None
+        return found
+
+    def sliced(f: Form, index: list[int]) -> Form:
+        found = Form(f.terms, f.n, f.d, f.place[:, index]).matrix()
+        assert found is not None
+        return found
+
+    def plus(f: Form, g: Form) -> Form:
+        found = added(f, g)
+        assert found is not None
+        return found
+
+    p, q, r = (along(x, name) for name in "pqr")
+    forms = [
+        x,
+        p,
+        q,
+        along(p, "q"),
+        along(q, "p"),
+        plus(p, q),
+        plus(p, along(q, "r")),
+        along(plus(p, q), "r"),
+    ]
+    forms += [plus(x, p), plus(p, x), along(plus(x, p), "q"), plus(p, plus(q, r)), plus(plus(p, q), r)]
+    forms += [sliced(p, [0, 1]), sliced(p, [1, 0]), sliced(x, [0, 1]), p.negated(), plus(p, q.negated())]
+    forms += [x.scaled(tensor(9, 1, 4).expand(2, 4), "f"), p.scaled(tensor(9, 1, 4).expand(2, 4), "f")]
+    known: dict[Any, Tensor] = {}
+    for form in forms:
+        (terms,) = form.terms.values()
+        for t in terms:
+            if t.w is None:
+                continue
+            assert t.key is not None, "a constant of the model"
+            matrix = t.matrix()
+            assert matrix is not None
+            assert torch.allclose(known.setdefault(t.key, matrix), matrix)
+    assert len(known) >= 14
+    assert p.times(tensor(0, 4)).terms[a][0].key is None  # what depends on the input has none
 
 
 def test_gains_that_follow_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

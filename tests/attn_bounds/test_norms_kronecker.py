@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_bounds import head_rows
+from attn_bounds.head_rows import HeadRows
 from attn_bounds.kronecker import (
+    head_sum_norm_upper,
     kronecker_sum_norm_lower,
     kronecker_sum_norm_upper,
     naive_sum_upper,
     stacked_upper,
 )
+from attn_bounds.term_stack import TermStack
 
 F64 = torch.float64
 
@@ -91,6 +95,59 @@ def test_gap_to_power_iteration_on_attention(sharp: float, limit: float, skip: b
     bound = float(kronecker_sum_norm_upper(p, w))
     assert low <= bound <= limit * low
     assert bound < 0.6 * float(stacked_upper(p, w))
+
+
+def heads(seed: int, n: int, m: int, d: int, count: int, sharp: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of n queries to m keys, and both factors of the heads' maps."""
+    g = torch.Generator().manual_seed(seed)
+    x, c = (rand(g, k, d) + rand(g, 1, d) for k in (n, m))
+    dk = max(d // count, 1)
+    q, k = rand(g, count, d, dk) / d**0.5, rand(g, count, d, dk) / d**0.5
+    p = torch.softmax(sharp * (x @ q) @ (c @ k).mT / dk**0.5, -1)
+    return p, rand(g, count, dk, d) / d**0.5, rand(g, count, dk, d) / d**0.5
+
+
+def by_factors(p: Tensor, left: Tensor, right: Tensor, skip: bool) -> float:
+    whole = torch.linalg.svdvals(torch.einsum("hkd,hke->de", left, right) + skip * torch.eye(left.shape[-1]))[
+        0
+    ]
+    whole = whole * (p.shape[-2] / p.shape[-1]) ** 0.5
+    return float(head_sum_norm_upper(p, TermStack.of_heads(HeadRows(left), HeadRows(right)), whole, skip))
+
+
+def test_heads_by_their_factors_are_never_below_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a skip, queries as many as keys or not, rows whose sums are not quite one."""
+    monkeypatch.setattr(head_rows, "LARGE", 0)
+    ratios = []
+    for seed in range(200):
+        skip = seed % 3 == 0
+        n, m = 1 + seed % 5, 1 + seed % 5 if skip else 1 + seed % 7
+        d, count = 2 + seed % 6, 1 + seed % 4
+        p, left, right = heads(seed, n, m, d, count, [0.1, 1.0, 5.0][seed % 3])
+        if seed % 4 == 1:
+            p[-1] = p[0]
+        if seed % 5 == 1:
+            left[0] = 0.0
+        if seed % 7 == 1:
+            p = p * (1.0 + 1e-3 * rand(torch.Generator().manual_seed(seed), *p.shape))
+        w = left.mT @ right
+        eyes = torch.eye(n, dtype=F64)[None], torch.eye(d, dtype=F64)[None]
+        true = matrix_norm(*(torch.cat(pair) for pair in zip(eyes, (p, w), strict=True)) if skip else (p, w))
+        bound = by_factors(p, left, right, skip)
+        assert bound >= true * (1 - 1e-12), (seed, bound, true)
+        ratios.append(bound / max(true, 1e-300))
+    ordered = sorted(ratios)
+    assert ordered[100] < 1.05 and ordered[-10] < 1.5, (ordered[100], ordered[-10:])
+
+
+@pytest.mark.parametrize("sharp", [0.3, 1.0, 3.0])
+def test_heads_by_their_factors_are_as_tight_as_terms(sharp: float) -> None:
+    p, left, right = heads(5, 65, 65, 300, 5, sharp)
+    w = left.mT @ right
+    bound = by_factors(p, left, right, True)
+    terms = torch.cat([torch.eye(65, dtype=F64)[None], p]), torch.cat([torch.eye(300, dtype=F64)[None], w])
+    assert bound >= float(kronecker_sum_norm_lower(*terms, 60))
+    assert bound <= 1.06 * float(kronecker_sum_norm_upper(*terms, dense_size=0, squared_cost=0.0))
 
 
 def test_batches_dtypes_and_gradients() -> None:

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_bounds import head_rows
 from attn_bounds.sensitivity import heads
+from attn_bounds.sensitivity import weights as sensitivity_weights
 from attn_bounds.sensitivity.heads import Moves
-from attn_bounds.sensitivity.key import key_sensitivity, layer_bound
+from attn_bounds.sensitivity.key import LayerAt, key_sensitivity, layer_bound
 from attn_bounds.sensitivity.layer import PAPER, AttentionLayer, Improvements
+from attn_bounds.sensitivity.weights import LayerWeights
 
 F64 = torch.float64
 RADII = [1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0]
@@ -177,6 +180,49 @@ def test_never_below_what_ascent_finds(case: Case) -> None:
         if found > 0:
             closest, closest_paper = min(closest, ours / found), min(closest_paper, paper / found)
     assert closest < 1.7, f"loose everywhere: ours {closest:.2f} times, the paper's {closest_paper:.2f}"
+
+
+@pytest.fixture
+def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small layers go the way of large: nothing is formed that is as large as a weight times a weight."""
+    monkeypatch.setattr(head_rows, "LARGE", 0)
+    monkeypatch.setattr(sensitivity_weights, "dense_size_for", lambda terms: 0)
+    monkeypatch.setattr(sensitivity_weights, "squares", lambda *_: False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_large_layers_are_never_below_what_ascent_finds(case: Case, as_large: None) -> None:
+    """As above; several radii around one input, and one sample of a batch, get the bounds they get alone."""
+    for i in range(3):
+        layer, x, context = make(case, 100 + i, [0.1, 0.5, 1.5][i % 3], [0.0, 3.0][i % 2])
+        moves: Moves = case.moves or "both"
+        at = LayerAt(x, LayerWeights(layer), context, moves)
+        many = torch.stack([x, 1.5 * x]), None if context is None else torch.stack([context, 0.5 * context])
+        before = 0.0
+        for eps in RADII:
+            found = largest_move(layer, x, context, eps, case.moves, 15)
+            bound = float(at.bound(eps))
+            assert found <= bound * (1 + 1e-9), "an attack exceeds the bound"
+            assert bound == float(layer_bound(x, eps, layer, context, moves))
+            assert bound == pytest.approx(
+                float(layer_bound(many[0], eps, layer, many[1], moves)[0]), rel=1e-9
+            )
+            assert before <= bound * (1 + 1e-3)  # each norm is within 1e-4 of what it is
+            before = bound
+
+
+def test_large_layers_are_hardly_looser(request: pytest.FixtureRequest) -> None:
+    small = {}
+    for large in (False, True):
+        if large:
+            request.getfixturevalue("as_large")
+        for i, case in itertools.product(range(4), CASES):
+            layer, x, context = make(case, 100 + i, [0.1, 0.5][i % 2], 1.0)
+            bound = float(layer_bound(x, RADII[i], layer, context, case.moves or "both"))
+            if not large:
+                small[i, case] = bound
+            elif case.skip != "matrix" or case.moves is not None:
+                assert bound <= (1.5 if case.moves is None else 1.6) * small[i, case], (i, case)
 
 
 @pytest.mark.parametrize("case", CASES[1:13:2], ids=str)

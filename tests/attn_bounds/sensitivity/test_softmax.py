@@ -13,6 +13,7 @@ from attn_bounds.sensitivity.softmax import (
     average_range,
     best_row_shift,
     centred_probability_box,
+    jacobian_norm_on_box,
     jacobian_norm_upper,
     key_lower_plane,
     largest_average,
@@ -273,6 +274,20 @@ def test_jacobian_norm(lower: Tensor, upper: Tensor) -> None:
 
     found = -descend(minus_norm, lower, upper)
     assert (bound >= found - 1e-12).all() and (bound <= 0.5).all()
+
+
+def test_jacobian_norm_on_a_box_is_that_of_its_probabilities() -> None:
+    """Rows that are flat, steep, saturated, and with keys that a mask hides."""
+    for i, (m, scale, width) in enumerate(
+        [(1, 1, 1), (2, 3, 0.1), (9, 1, 1), (9, 30, 1e-6), (9, 300, 20), (9, 1, 300)]
+    ):
+        lower, upper = box(900 + 10 * i, 40, m, scale=scale, width=width)
+        if m > 2:
+            lower[::3, -1] = upper[::3, -1] = -1e30
+        p_low, p_high = probability_box(lower, upper)
+        slope, highest = jacobian_norm_on_box(lower, upper)
+        assert torch.allclose(highest, p_high, rtol=1e-9, atol=1e-100)
+        assert torch.allclose(slope, jacobian_norm_upper(p_low, p_high), rtol=1e-6, atol=1e-9)
 
 
 def test_jacobian_norm_of_uniform_rows() -> None:
