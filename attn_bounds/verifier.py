@@ -811,12 +811,12 @@ class Verifier:
             return replace(result, reason=why, seconds=time.perf_counter() - start)
         if attacked == math.inf and certified(upper):
             return replace(result, reason=f"certified up to the largest radius tried, {upper:g}")
-        low, probe = 0.0, high / 4
-        while low == 0.0 and probe > 1e-6 * high:
+        low, probe, first = 0.0, high / 4, high
+        while low == 0.0 and probe > 1e-14 * first:
             if certified(probe):
                 low = probe
-            else:
-                high, probe = probe, probe / 4
+            else:  # radii of norms through many layers may be tiny
+                high, probe = probe, probe / (4 if probe > 4e-6 * first else 64)
         while low > 0 and high > low * (1 + tol):
             middle = math.sqrt(low * high)
             if certified(middle):
