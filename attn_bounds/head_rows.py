@@ -6,8 +6,9 @@ to the weights alone, and so does `K ≈ (G + δ I)⁻¹`; for any τ
 
     τ K ⪰ D   ⟹   λ_max(D G) ≤ λ_max(D (G + δ I)) ≤ τ λ_max(K (G + δ I)),
 
-which one Cholesky factor of `K − D / τ` proves. Lanczos' method, in the inner product of G, proposes τ. So a
-norm takes neither a product of (r, d) matrices nor a Gram matrix, but r³/3 multiplications.
+which one Cholesky factor of `K − D / τ` proves. Lanczos' method in the inner product of G proposes τ.
+So a norm takes no product of (r, d) matrices and no Gram matrix, but r³/3 multiplications. Before that,
+rows of W are scaled to lengths of about one, S⁻¹ W, and D becomes S D S.
 """
 
 from __future__ import annotations
@@ -45,15 +46,36 @@ class HeadRows:
     def __init__(self, w: Tensor) -> None:
         self.w = w.contiguous()
         self.heads, self.k, self.d = w.shape
-        # squares of other numbers are too small or too large
-        squares = 1e-100 < float(self.w.detach().abs().amax()) < 1e100 if self.w.numel() else False
-        self.large = squares and min(self.heads * self.k, self.d) > LARGE
+        # products of other numbers are too small or too large
+        usual = 1e-70 < float(self.w.detach().abs().amax()) < 1e70 if self.w.numel() else False
+        self.large = usual and min(self.heads * self.k, self.d) > LARGE
 
     @cached_property
+    def _scale(self) -> Tensor:
+        """S, (H k): powers of two, which round nothing, above the rows' lengths; 0 for rows of zeros."""
+        length = torch.linalg.vector_norm(self.w.detach(), dim=-1).flatten()
+        scale = torch.ldexp(torch.ones_like(length), torch.frexp(length).exponent)
+        return torch.where(length > 0, scale, torch.zeros_like(scale))
+
+    @cached_property
+    def _inverse_scale(self) -> Tensor:
+        scale = self._scale
+        return torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+
+    @cached_property
+    def _unit_gram(self) -> Tensor:
+        """`S⁻¹ G S⁻¹`."""
+        rows = self.w.detach().flatten(0, 1) * self._inverse_scale[:, None]
+        return rows @ rows.mT
+
+    @property
     def gram(self) -> Tensor:
         """G, (H k, H k). Not differentiable."""
-        rows = self.w.detach().flatten(0, 1)
-        return rows @ rows.mT
+        return self._scaled(self._unit_gram)
+
+    def _scaled(self, m: Tensor) -> Tensor:
+        """`S M S`."""
+        return self._scale[:, None] * m * self._scale
 
     def norm(self, f: Tensor) -> Tensor:
         """`‖[F_h W_h]_h‖₂` from above, differentiable: (…, H, q, k) → (…)."""
@@ -72,27 +94,30 @@ class HeadRows:
         d.diagonal(dim1=-4, dim2=-2).copy_(blocks.movedim(-3, -1))
         return d.flatten(-4, -3).flatten(-2)
 
-    def weighted(self, d: Tensor, terms: int = 1) -> Tensor:
+    def weighted(self, d: Tensor, terms: int) -> Tensor:
         """`λ_max(D G)^½` from above for positive semidefinite D: (…, H k, H k) → (…).
 
         Arguments:
             terms: how many products each entry of D sums up; its rounding is allowed for.
         """
         lead = d.shape[:-2]
-        found = [self._weighted(x, terms) for x in d.reshape(-1, *d.shape[-2:])]
+        found = [self._weighted(self._scaled(x), terms) for x in d.reshape(-1, *d.shape[-2:])]
         return torch.stack(found).reshape(lead)
 
     def _weighted(self, d: Tensor, terms: int) -> Tensor:
+        """For S D S."""
         trace = d.detach().diagonal().sum()
         if not bool(torch.isfinite(d.detach().sum())):
-            return d.sum() * torch.nan if bool(d.isnan().any()) else d.new_tensor(torch.inf)
+            return d.new_tensor(torch.inf)
         if not bool(trace > 0) or not bool(self.w.any()):
             return d.new_zeros(())
+        d = d / trace
         inverse = self._inverse
         rows, eps = len(d), torch.finfo(d.dtype).eps
         with torch.no_grad():
-            z = _top_vector(d, self.gram)
-        image = self.w.flatten(0, 1) @ (self.w.flatten(0, 1).mT @ z)
+            z = _top_vector(d, self._unit_gram)
+        w = self.w.flatten(0, 1)
+        image = (w @ (w.mT @ (z * self._inverse_scale))) * self._inverse_scale
         value = image @ d @ image / (z @ image)  # Rayleigh's quotient, the gradient's source
         top = value.detach()
         proved = None
@@ -101,23 +126,24 @@ class HeadRows:
             left = torch.sub(inverse.k, d.detach(), alpha=1.0 / float(tau))
             if int(torch.linalg.cholesky_ex(left).info) == 0:
                 # Higham, Accuracy and Stability, Theorem 10.3, and the rounding of D and of the difference
-                error = 2.0 * (rows + 4) * eps * (tau * inverse.k.diagonal().sum() + trace)
+                error = 2.0 * (rows + 4) * eps * (tau * inverse.k.diagonal().sum() + 1.0)
                 proved = tau * inverse.excess + error * inverse.top
                 break
         if proved is None:  # the trace of D G
-            proved = torch.minimum((d.detach() * self.gram).sum(), trace * inverse.top)
-        slack = 4.0 * (terms + rows + self.d) * eps * trace * inverse.top
-        return safe_sqrt(
-            (proved + slack) * (value / top) if value.requires_grad and top > 0 else proved + slack
-        )
+            proved = torch.minimum((d.detach() * self._unit_gram).sum(), inverse.top)
+        square = proved + 4.0 * (terms + rows + self.d) * eps * inverse.top
+        if bool(square.isnan()):
+            return d.new_tensor(torch.inf)
+        return safe_sqrt(trace) * safe_sqrt(square * (value / top) if bool(top > 0) else square)
 
     @cached_property
     def _inverse(self) -> _Inverse:
-        rows, eps = self.heads * self.k, torch.finfo(self.gram.dtype).eps
-        top = gram_norm_upper(self.gram)
-        delta = RIDGE * top + 8.0 * self.d * eps * self.gram.diagonal().sum()
-        eye = torch.eye(rows).to(self.gram)
-        g = self.gram + delta * eye
+        gram, rows = self._unit_gram, self.heads * self.k
+        eps = torch.finfo(gram.dtype).eps
+        top = gram_norm_upper(gram)
+        delta = RIDGE * top + 8.0 * self.d * eps * gram.diagonal().sum()
+        eye = torch.eye(rows).to(gram)
+        g = gram + delta * eye
         k = torch.linalg.inv(g)
         k = (k + k.mT) / 2
         rest = k @ g - eye

@@ -48,10 +48,10 @@ class Columns:
         if not self.large or 2 * count > len(f):
             return float(spectral_norm_upper(self.w * f))
         left = self.w[:, others]
-        gram = most**2 * self.gram - (left * (most**2 - f[others].square())) @ left.mT
-        error = 16.0 * len(f) * torch.finfo(gram.dtype).eps * most**2 * float(self.gram.diagonal().sum())
+        gram = self.gram - (left * (1.0 - (f[others] / most).square())) @ left.mT
+        error = 16.0 * len(f) * torch.finfo(gram.dtype).eps * float(self.gram.diagonal().sum())
         # a Gram matrix up to this error, so that what is added makes it positive
-        return float(gram_norm_upper(gram + error * torch.eye(len(gram)).to(gram))) ** 0.5
+        return most * float(gram_norm_upper(gram + error * torch.eye(len(gram)).to(gram))) ** 0.5
 
     def scaled_norm_roughly(self, f: Tensor) -> float:
         """The same from above, of large W by the largest factor alone."""

@@ -70,9 +70,9 @@ class Term(NamedTuple):
     """`E ↦ H E W`; None is the identity.
 
     Attributes:
-        w: (d, d'), or (d) of a diagonal matrix.
+        w: (d, d'), or (d) of a diagonal matrix, or a product that is yet to be formed.
         key: the nodes that W is made of, in such a way that equal keys mean equal W, if nothing but constants
-            of the model is in it; else None.
+            of the model is in it; else None. () is the key of the identity.
     """
 
     h: Tensor | None

@@ -61,9 +61,8 @@ WAYS = 4  # so many forms of one tensor are kept
 UNIFORM = 1e-9  # relative; biases of the tokens that differ by less are the same
 
 Forms = list[Form]  # of one tensor, each valid; the first is the plainest
-Source = tuple[
-    Anchor, Tensor, Key | None
-]  # an affine map of an anchor, token by token, and what its weight is
+# an affine map of an anchor, token by token, and what its weight is
+Source = tuple[Anchor, Tensor, Key | None]
 
 
 class Plan:
@@ -122,7 +121,7 @@ class Plan:
 
     def _at_centre(self, node: Any, x: Tensor) -> Tensor:
         if node is self.walk.entry:
-            return cast(Tensor, double(x))
+            return cast(Tensor, double(x)).clone()  # what is kept must not change with the caller's tensor
         inputs = [
             self.values[i.name] if i.name in self.walk.moving else self.constants.of(i) for i in node.inputs
         ]
@@ -134,7 +133,7 @@ class Plan:
         for step in self.steps:
             step()
         if self.functionals is None or not torch.equal(self.functionals[0], c):
-            self.functionals = c, [f.functional_reach(c) for f in self.final]
+            self.functionals = c.clone(), [f.functional_reach(c) for f in self.final]
         return torch.stack([f.losses() for f in self.functionals[1]]).amin(0)
 
     # -- values, radii and anchors --------------------------------------------------------------------------
@@ -202,18 +201,13 @@ class Plan:
         if not _simple(x):
             return False
         ((anchor, (term,)),) = x.terms.items()
-        if (term.w is None or term.key is not None) and (node.name, anchor.name) in self.walk.one_bias:
-            return True  # so it is at another input
         assert anchor.value is not None
         w = term.matrix()
         own = anchor.value if w is None else anchor.value @ w
         actual = self._value(node).reshape(x.n, x.d) if shape is None else shape
         bias = actual - own
         spread = (bias - bias[:1]).abs().amax()
-        same = float(spread) <= UNIFORM * float(actual.abs().amax() + own.abs().amax())
-        if same and (w is None or term.key is not None):
-            self.walk.one_bias.add((node.name, anchor.name))
-        return same
+        return float(spread) <= UNIFORM * float(actual.abs().amax() + own.abs().amax())
 
     # -- one node -------------------------------------------------------------------------------------------
 
@@ -392,13 +386,13 @@ class Plan:
             return [self._new(node, self._mixed(q, k, v, sources, heads, w_o, common))]
         (anchor,) = anchors
         w_q, w_k, w_v = (s[1] for s in sources if s is not None)
-        of_model = all(s is not None and s[2] is not None for s in sources)
+        keys = tuple(s[2] for s in sources if s is not None)
         # columns below each other, as `LayerWeights` wants them: so it has no copy of its own
         w_q, w_k, w_v = (w.mT.contiguous().mT for w in (w_q, w_k, w_v))
         layer = AttentionLayer(w_q, w_k, w_v, w_o, **common)
         n, dims = len(q_at), self._value(node).shape
         queries = q_at.unflatten(1, (h, -1)).transpose(0, 1)
-        weights, second = self._self_attention(node, anchor, layer, queries, merge, of_model)
+        weights, second = self._self_attention(node, anchor, layer, queries, merge, keys)
         place = torch.arange(n * w_o.shape[1])
         place = (place if merge else place.reshape(n, h, dv).transpose(0, 1)).reshape(dims)
         terms = {anchor: weights, second: [Term(None, None, ())]}
@@ -411,16 +405,16 @@ class Plan:
         layer: AttentionLayer,
         queries: Tensor,
         merge: bool,
-        of_model: bool,
+        keys: tuple[Key | None, ...],
     ) -> tuple[list[Term], Anchor]:
         """The linear part and what it leaves out, by the best bound of the anchor.
 
         Arguments:
-            merge: heads overlap in what follows. of_model: the weights are constants of the model.
+            merge: heads overlap in what follows. keys: what the weights are, as `Term.key`.
         """
         assert anchor.value is not None
         gains = self._gains(node) if merge else []
-        known = self.walk.layers if of_model else {}
+        known = {} if None in keys else self.walk.layers
         ways: list[list[LayerAt]] = []  # for each bound of the anchor, without and with each gain behind
         for i, (g, _) in enumerate(anchor.every()):
             x, inside = anchor.value, layer
@@ -430,7 +424,7 @@ class Plan:
                 inside = replace(layer, w_q=w_q, w_k=w_k, w_v=w_v)
             own = []
             for j, after in enumerate([None, *gains]):
-                key = (node.name, i, j)
+                key = (node.name, anchor.name, i, j, keys)
                 if key not in known:
                     w_o = layer.w_o if after is None else layer.w_o * after
                     known[key] = LayerWeights(replace(inside, w_o=w_o))
@@ -566,7 +560,10 @@ class _Scaled:
             return norm([t.times(f) for t in way], self.n, self.d)
 
         by_norm = Reach((a, [size(m) for m in own]) for a, own in self.maps).radius()
-        return min(by_norm, float((factor * reach).norm()) * GROW) if by_norm > 0.0 else 0.0
+        if by_norm == 0.0:
+            return 0.0
+        found = min(by_norm, float((factor * reach).norm()) * GROW)
+        return found if found == found else math.inf
 
 
 def _has_nan_or_inf(x: Tensor) -> bool:

@@ -16,12 +16,14 @@ bound is monotone in ε.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +37,9 @@ from .patterns import activation, normalisation, output_average
 from .plan import Plan
 
 LOFAST_METHODS = ("lofast", "lofast-paper")
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Stamp = tuple[torch.Size, bytes]
+PLANS = 64  # inputs whose plans are kept
 KEPT = 25_000_000  # numbers in the tensors of the inputs whose plans are kept
 
 
@@ -69,13 +74,14 @@ def compute_bounds(
     centre = x[0].detach().as_subclass(Tensor)
     radii = torch.as_tensor(x[0].ptb.eps, dtype=torch.float64).reshape(-1).expand(len(centre))
     walk = _walks.get(graph)
-    if walk is None or walk.stamp != _stamp(graph):
-        walk = _walks[graph] = Walk(graph)
+    # what is known belongs to weights and a shape, and needs a graph whose nodes know shapes and constants
+    stamp = (centre.shape[1:], _stamp(graph))
     low, high = [], []
     with torch.no_grad():
-        if not walk.ready(centre.shape[1:]):
-            graph(centre)  # shapes and constants
-            walk.shape = centre.shape[1:]
+        if walk is None or walk.stamp != stamp or not walk.ready():
+            graph(centre)
+        if walk is None or walk.stamp != stamp:
+            walk = _walks[graph] = Walk(graph, stamp)
         for i in range(len(centre)):
             c = None if C is None else C[i if len(C) > 1 else 0].double().cpu()
             at, loss = walk.losses(centre[i : i + 1], float(radii[i]), c, method == "lofast-paper")
@@ -86,11 +92,16 @@ def compute_bounds(
 
 
 class Walk:
-    """What is known of one graph: which nodes are read, and by how many."""
+    """What is known of one graph: which nodes are read, and by how many.
 
-    def __init__(self, graph: Any) -> None:
+    Attributes:
+        stamp: shape of an input, (*input), and which weights.
+    """
+
+    def __init__(self, graph: Any, stamp: Stamp) -> None:
         domain = graph.domain()
         self.nodes, self.moving, self.entry = domain.nodes, domain.moving, domain.entry
+        self.entry_shape = torch.Size(self.entry.output_shape[1:])
         self.final_name = graph.final_name  # the graph itself would never be freed
         if sum(kind(n) == "BoundInput" for n in self.nodes) > 1:
             raise UnsupportedModelError("method lofast has no rule for several inputs")
@@ -117,15 +128,12 @@ class Walk:
             for n in [self.entry, *own]
             if self.readers[n.name] > 1 or kind(n) == "BoundConv" or self.rules.get(n.name) is not None
         }
-        self.stamp = _stamp(graph)
-        self.shape: torch.Size | None = None
+        self.stamp = stamp
         self.plans: OrderedDict[Any, Plan] = OrderedDict()
         # what belongs to the model alone: norms of its weights, attention layers, weights before activations
         self.known: Known = {}
-        self.layers: dict[tuple[str, int, int], LayerWeights] = {}
+        self.layers: dict[Any, LayerWeights] = {}
         self.columns: dict[Key, Columns] = {}
-        # nodes that are one weight and one bias away from an anchor
-        self.one_bias: set[tuple[str, str]] = set()
 
     def _rule(self, node: Any) -> tuple[Any, list[Any]]:
         """What a node is the end of, and the moving nodes whose forms that needs."""
@@ -169,12 +177,12 @@ class Walk:
         room = 1e-12 * (c.abs() @ plan.output.flatten().abs())
         return at, plan.losses(eps, c) * (1.0 + 1e-8) + room
 
-    def ready(self, shape: torch.Size) -> bool:
-        """Whether the graph knows the shapes and constants for inputs of a shape, (*input)."""
+    def ready(self) -> bool:
+        """Whether the graph knows its shapes and constants: others may have run it, at another shape."""
         constants = (
             i for n in self.nodes if n.name in self.moving for i in n.inputs if i.name not in self.moving
         )
-        return self.shape == shape and all(
+        return torch.Size(self.entry.output_shape[1:]) == self.entry_shape and all(
             getattr(i, "forward_value", None) is not None or hasattr(i, "value") for i in constants
         )
 
@@ -183,7 +191,9 @@ class Walk:
         key = (x.detach().cpu().numpy().tobytes(), x.shape, paper)
         if key not in self.plans:
             one = max((p.numbers for p in self.plans.values()), default=0)
-            while self.plans and sum(p.numbers for p in self.plans.values()) + one > KEPT:
+            while len(self.plans) >= PLANS or sum(p.numbers for p in self.plans.values()) + one > KEPT:
+                if not self.plans:
+                    break
                 self.plans.popitem(last=False)
             self.plans[key] = Plan(self, x, paper)
         self.plans.move_to_end(key)
@@ -193,7 +203,13 @@ class Walk:
 _walks: weakref.WeakKeyDictionary[Any, Walk] = weakref.WeakKeyDictionary()
 
 
-def _stamp(graph: Any) -> list[tuple[int, int]]:
-    """Which weights a graph has; another list once they are changed in place or replaced."""
-    weights = [*torch.nn.Module.parameters(graph), *torch.nn.Module.buffers(graph)]
-    return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+def _stamp(graph: Any) -> bytes:
+    """Of all weights, by their bits: versions and addresses of tensors do not tell of every change."""
+    found = hashlib.blake2b()
+    for w in (*torch.nn.Module.parameters(graph), *torch.nn.Module.buffers(graph)):
+        bits = w.detach().cpu().contiguous().view(INTEGERS[w.element_size()]).numpy()
+        bits = bits.reshape(len(bits) if bits.ndim else 1, -1)
+        found.update(f"{tuple(w.shape)} {w.dtype}".encode())
+        for axis in (0, 1):  # rows and columns, so that their order counts
+            found.update(np.bitwise_xor.reduce(bits, axis).tobytes())
+    return found.digest()

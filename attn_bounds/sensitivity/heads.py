@@ -48,8 +48,7 @@ import torch
 from torch import Tensor
 
 from ..norms import gram_norm_upper, safe_sqrt, spectral_norm_upper, thin
-from .weights import LayerWeights
-from .weights import length as _length
+from .weights import LayerWeights, length
 
 Moves = Literal["queries", "context", "both"]
 GROUP_WORK = 2e9  # multiplications that matrices per row may take, their eigenvalues counted thirty-fold
@@ -128,12 +127,12 @@ class Heads:
         """What rounding may do to `A_h`, `W_h` and `B_h`, in Frobenius norm: (H), (H), (…, H)."""
         w = self.weights
         scores, values = self.rounding * w.score_size, self.rounding * w.value_size
-        return scores, values, self.rounding * w.key_size * _length(self.q.detach().flatten(-2))
+        return scores, values, self.rounding * w.key_size * length(self.q.detach().flatten(-2))
 
     @cached_property
     def c_size(self) -> Tensor:
         """`‖C‖_F`, (…)."""
-        return _length(self.c.detach().flatten(-2))
+        return length(self.c.detach().flatten(-2))
 
     @cached_property
     def value_size(self) -> Tensor:
@@ -230,7 +229,7 @@ def stacked(h: Heads, moved: Moved, eps: Tensor, weighted: bool) -> Tensor:
         for whole, rows in _weighted(h, moved.high, moved.slope, eps):
             best = torch.minimum(best, whole)
             alone.append(rows)
-    return torch.minimum(best, _length(torch.stack(alone).amin(0)))
+    return torch.minimum(best, length(torch.stack(alone).amin(0)))
 
 
 def _promising(h: Heads, moved: Moved) -> Tensor:
@@ -253,14 +252,14 @@ def _stacked(h: Heads, moved: Moved, eps: Tensor, which: int) -> tuple[Tensor, T
     w, t, fixed = h.weights, h.weightings[which], h.fixed(which)
     a_error, w_error, b_error = h.errors
     moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
-    w_error = _length(w_error / t)
+    w_error = length(w_error / t)
     value = torch.stack(fixed.values, -1)[..., h.group] + (h.c_size * w_error).unsqueeze(-1)
     value = value + (moved_values * (fixed.growth + w_error)).unsqueeze(-1)  # V, (…, n)
     weight = t.unsqueeze(-1) * moved.slope * value.unsqueeze(-2)  # ω, (…, H, n)
     parts = []
     for i, k in enumerate(h.keys):
         most = weight[..., h.group == i].amax(-1)  # (…, H)
-        parts.append(w.q_rows.norm(most[..., None, None] * k) + h.c_size * _length(most * a_error))
+        parts.append(w.q_rows.norm(most[..., None, None] * k) + h.c_size * length(most * a_error))
     most = weight.amax(-1)
     if h.large:  # in all heads at most as many times as in one
         both = (most / t).amax(-1) * fixed.both
@@ -269,13 +268,13 @@ def _stacked(h: Heads, moved: Moved, eps: Tensor, which: int) -> tuple[Tensor, T
     shared = score_move(
         eps,
         torch.stack(parts).amax(0),
-        w.k_rows.norm(thin(weight.unsqueeze(-1) * h.q)) + _length(most * b_error),
-        both + _length(most * a_error),
+        w.k_rows.norm(thin(weight.unsqueeze(-1) * h.q)) + length(most * b_error),
+        both + length(most * a_error),
         h.moves,
         h.tied,
     ).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    rows = _length((t.unsqueeze(-1) * moved.rows).transpose(-2, -1)) * value
-    heads = _length(t * moved.whole) * value.amax(-1)
+    rows = length((t.unsqueeze(-1) * moved.rows).transpose(-2, -1)) * value
+    heads = length(t * moved.whole) * value.amax(-1)
     return torch.minimum(shared, heads), rows
 
 
@@ -332,7 +331,7 @@ def _weighted(h: Heads, high: Tensor, slope: Tensor, eps: Tensor) -> list[tuple[
     v_size = (v_size * (w_o @ w_o.mT).unsqueeze(-3)).sum((-2, -1))
     k_size = _gram((h.c - mean).unsqueeze(-3) @ w_k, at_x, True)
     k_size = (k_size * (w_q.mT @ w_q).unsqueeze(-3)).sum((-2, -1))
-    own = _length(h.q @ thin(w_k).mT)  # of the rows of B_h
+    own = length(h.q @ thin(w_k).mT)  # of the rows of B_h
     b_size = _steepness(h.p) * own.square()
     b_size = _largest(b_size.unsqueeze(-1), group, count).squeeze(-1)
     by_row = _balance(safe_sqrt(v_size), safe_sqrt(k_size) + safe_sqrt(b_size))
@@ -343,28 +342,26 @@ def _weighted(h: Heads, high: Tensor, slope: Tensor, eps: Tensor) -> list[tuple[
     found = []
     for t in (balanced.unsqueeze(-1).expand_as(by_row), by_row):  # (…, H, G)
         t_value = safe_sqrt(_top(values, 1.0 / t.square(), h.rounding))
-        t_value = t_value + c_size.unsqueeze(-1) * _length((w_error.unsqueeze(-1) / t).mT)
+        t_value = t_value + c_size.unsqueeze(-1) * length((w_error.unsqueeze(-1) / t).mT)
         root = safe_sqrt(slope)
         # [x_h W_h / t_h] is at most max_h x_h times [W_h / t_h], for x_h the ratio of the weights
         ratio = (root / t * balanced.unsqueeze(-1)).amax(-2)
-        growth = _below(w / balanced[..., None, None]) + _length(w_error / balanced)
+        growth = _below(w / balanced[..., None, None]) + length(w_error / balanced)
         value = t_value + ratio * (moved_values * growth).unsqueeze(-1)  # V_r, (…, G)
         side = safe_sqrt(_top(keys, t.square(), h.rounding))
-        side = side + c_size.unsqueeze(-1) * _length((a_error.unsqueeze(-1) * t).mT)
+        side = side + c_size.unsqueeze(-1) * length((a_error.unsqueeze(-1) * t).mT)
         ratio = (t * root / balanced.unsqueeze(-1)).amax(-2)
-        both = ratio * (_below((balanced[..., None, None] * a).mT) + _length(balanced * a_error)).unsqueeze(
-            -1
-        )
+        both = ratio * (_below((balanced[..., None, None] * a).mT) + length(balanced * a_error)).unsqueeze(-1)
         weight = (t * value.unsqueeze(-2))[..., group]  # (…, H, n)
         row_root = safe_sqrt(row_slope)
         context = _below(thin((weight * row_root).unsqueeze(-1) * h.q) @ w_k.mT)
         if columns is not None:
             context = torch.minimum(context, _by_column(h, columns, weight.square()))
-        context = context + _length((weight * row_root).amax(-1) * b_error)
+        context = context + length((weight * row_root).amax(-1) * b_error)
         whole = score_move(
             eps, (value * side).amax(-1), context, (value * both).amax(-1), h.moves, h.tied
         ).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        context = _length((t[..., group] * row_root * (own + b_error.unsqueeze(-1))).mT)  # (…, n)
+        context = length((t[..., group] * row_root * (own + b_error.unsqueeze(-1))).mT)  # (…, n)
         rows = score_move(eps.unsqueeze(-1), side[..., group], context, both[..., group], h.moves, h.tied)
         rows = (rows * value[..., group]).nan_to_num(nan=torch.inf, posinf=torch.inf)
         found.append((whole, rows))

@@ -121,6 +121,8 @@ def _at_most(total: Tensor, radius: Tensor) -> Tensor:
 class LayerAt:
     """A layer at its clean inputs, float64; bounds for radii around them share what does not depend on ε.
 
+    So do their gradients: several are differentiated in one go, or with `retain_graph`.
+
     Arguments:
         x, context, moves, use: as in `layer_bound`.
         q: (…, H, n, dk), the queries if they are known, bias included.

@@ -260,8 +260,9 @@ def average_range(
 def jacobian_norm_upper(p_lower: Tensor, p_upper: Tensor) -> Tensor:
     """Upper bound of `‖diag(p) − p pᵀ‖₂` for every p in a box of probabilities (theory.md, section 1, 2.).
 
-    `min(½, max p̄, max_i sup_{t ∈ [p̲_i, p̄_i]} t (1 − t + min(t, 1 − t, max_{j≠i} p̄_j)))`. The supremum is
-    over a concave piecewise function of t: its ends, its kinks and its inner maxima are tried.
+    `min(½, max p̄, max_i sup_{t ∈ [p̲_i, p̄_i]} t (1 − t + min(t, 1 − t, max_{j≠i} p̄_j)))`. For the
+    key with the largest p̄ the supremum is over a concave piecewise function of t: its ends, its kinks and its
+    inner maxima are tried; for all others it is at most `min(½, p̄)`.
 
     Shape: (…, m), (…, m) → (…).
     """
@@ -298,6 +299,11 @@ def jacobian_norm_on_box(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     if m == 1:
         return torch.zeros_like(upper[..., 0]), torch.ones_like(upper)
     shift = upper.detach().amax(-1, keepdim=True)
+    if bool(
+        (shift - lower.detach().amax(-1, keepdim=True) > 600.0).any()
+    ):  # one of the exponentials would vanish
+        p_lower, p_upper = probability_box(lower, upper)
+        return jacobian_norm_upper(p_lower, p_upper), p_upper
     room = _ulp(upper) * (1e3 + m)  # of exponents too, which are above −1000 where exp is not 0
     tiny = 1e-300
     up, low = (upper - shift).exp(), (lower - shift).exp()

@@ -96,5 +96,12 @@ def test_batches_gradients_and_broken_numbers(monkeypatch: pytest.MonkeyPatch) -
         assert float(rows.norm(0 * f[0, 0])) == 0.0
         assert float(rows.norm(f[0, 0] * math.inf)) == math.inf
         assert not math.isfinite(float(rows.norm(f[0, 0] * math.nan)))
-        for size in (1e-140, 1e140):
+        for size in (1e-290, 1e-140, 1e140, 1e290):
             assert float(rows.norm(size * f[0, 0])) == pytest.approx(size * float(bound[0, 0]), rel=1e-3)
+        for size in (1e-160, 1e-100, 1e-60, 1e60, 1e100, 1e140):
+            for other in (1.0, 1.0 / size):
+                found = float(HeadRows(size * w).norm(other * f[0, 0]))
+                assert found == pytest.approx(size * other * float(bound[0, 0]), rel=1e-3)
+        steep = w * torch.logspace(0, -12, 3, dtype=F64)[:, None, None]
+        even = f[0, 0] * torch.logspace(0, 12, 3, dtype=F64)[:, None, None]
+        assert float(HeadRows(steep).norm(even)) == pytest.approx(float(bound[0, 0]), rel=1e-3)

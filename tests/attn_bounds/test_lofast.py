@@ -136,6 +136,19 @@ class Plain(nn.Module):
         return torch.relu(attention(q, q, 2.0 * q, scale=0.7)).flatten(1)
 
 
+class SharedSum(nn.Module):
+    """A tensor that is one weight away from the input: which anchor attention reads depends on the method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = _Heads(4, 2, 20)
+        self.register_buffer("weight", tensor(30, 4, 4, scale=0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x + torch.matmul(x, self.weight)
+        return (t + self.attention(t)).mean(1)
+
+
 class Cross(nn.Module):
     """Keys and values that are no maps of one tensor, and queries that are constant."""
 
@@ -199,6 +212,7 @@ def cases() -> list[Case]:
         ("heads without an output map", Plain(), x),
         ("constant keys", Queries(tensor(8, 2, 3, 3), tensor(9, 2, 3, 2)), tensor(10, 2, 2, 3, 3)),
         ("cross-attention", Cross(), tensor(3, 2, 2, 4, 3)),
+        ("a sum that attention and its skip connection read", SharedSum(), x),
         ("a token before the output map", ClassToken(4, 2, 50), x),
         ("convolutions", Convolutional(), tensor(11, 2, 2, 4, 4)),
     ]
@@ -270,25 +284,86 @@ def test_the_ways_of_large_models_hold(case: Case, monkeypatch: pytest.MonkeyPat
             assert torch.allclose(used, alone, rtol=1e-9, atol=1e-12)
 
 
-def test_changed_weights_are_seen() -> None:
-    """Bounds after a step of an optimiser, or after loading weights, are those of a new graph."""
+def l2_bounds(graph: BoundedModule, x: Tensor, eps: float = 0.1, c: Tensor | None = None) -> Tensor:
+    """Lower and upper bounds of `lofast`, (2, batch, rows)."""
+    ball = lirpa.BoundedTensor(x, lirpa.perturbation(2.0, eps))
+    return torch.stack(graph.compute_bounds(x=(ball,), C=c, method="lofast"))
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "sign", "order", "fused"])
+def test_changed_weights_are_seen(how: str) -> None:
+    """Bounds after a step of an optimiser, or any other change of the weights, are those of a new graph."""
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     x = tensor(1, 2, 4)
     graph = BoundedModule(module, x)
-
-    def bound(graph: BoundedModule) -> Tensor:
-        ball = lirpa.BoundedTensor(x, lirpa.perturbation(2.0, 0.1))
-        return graph.compute_bounds(x=(ball,), C=None, method="lofast")[0]
-
-    before = bound(graph)
+    before = l2_bounds(graph, x)
+    weights = list(graph.parameters())
+    if how == "fused":
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW(weights, lr=0.05, fused=True).step()
+    for weight in weights:
+        if how == "in place":
+            with torch.no_grad():
+                weight.mul_(1.5)
+        elif how == "data":
+            weight.data.mul_(1.5)
+        elif how == "sign":
+            weight.data.neg_()
+        elif how == "order":
+            weight.data.copy_(weight.data.flip(0))
     with torch.no_grad():
-        for weight in graph.parameters():
-            weight.mul_(1.5)
-        for mine, weight in zip(module.parameters(), graph.parameters(), strict=True):
+        for mine, weight in zip(module.parameters(), weights, strict=True):
             mine.copy_(weight)
-    after = bound(graph)
+    after = l2_bounds(graph, x)
     assert not torch.allclose(before, after)
-    assert torch.equal(after, bound(BoundedModule(module, x)))
+    assert torch.equal(after, l2_bounds(BoundedModule(module, x), x))
+
+
+def test_tensors_of_the_caller_are_not_kept() -> None:
+    """Inputs and functionals in float64 that change after a bound, which has to be that of what they were."""
+    case = cases()[0]
+    x = case.inputs[0].clone()
+    graph = BoundedModule(case.module, x)
+    c = torch.zeros(2, 1, 3, dtype=torch.float64)
+    c[..., 0] = 1.0
+    l2_bounds(graph, x, 1e-3, c)
+    other = c.clone()
+    c.zero_()
+    c[..., 1] = 100.0
+    assert torch.equal(l2_bounds(graph, x, 1e-3, c), l2_bounds(BoundedModule(case.module, x), x, 1e-3, c))
+    same = x.clone()
+    x.zero_()
+    assert torch.equal(
+        l2_bounds(graph, same, 0.02, other), l2_bounds(BoundedModule(case.module, same), same, 0.02, other)
+    )
+
+
+def test_other_shapes_and_sizes_get_bounds_of_their_own() -> None:
+    """What holds for one shape, or for an input beside which positions vanish, need not for others."""
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x.mean(1)) * 2.0 - 1.0
+
+    many, few = tensor(1, 2, 16, 3), tensor(2, 2, 4, 3)
+    graph = BoundedModule(Mean(), many)
+    for x in (many, few, many):
+        assert torch.allclose(l2_bounds(graph, x), l2_bounds(BoundedModule(Mean(), x), x), rtol=1e-12)
+
+    class Position(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = SelfAttention(4, 2, 50)
+            self.register_buffer("position", tensor(7, 3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x + self.position).flatten(1)
+
+    x = tensor(3, 2, 3, 4)
+    graph = BoundedModule(Position(), x)
+    l2_bounds(graph, 1e12 * x, 0.05)
+    assert torch.equal(l2_bounds(graph, x, 0.003), l2_bounds(BoundedModule(Position(), x), x, 0.003))
 
 
 def test_graphs_are_not_kept_alive() -> None:

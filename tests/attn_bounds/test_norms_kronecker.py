@@ -150,6 +150,17 @@ def test_heads_by_their_factors_are_as_tight_as_terms(sharp: float) -> None:
     assert bound <= 1.06 * float(kronecker_sum_norm_upper(*terms, dense_size=0, squared_cost=0.0))
 
 
+def test_heads_that_see_different_keys_and_nothing_else() -> None:
+    """Inner products of terms that vanish, on the way with squares."""
+    g = torch.Generator().manual_seed(0)
+    p = torch.zeros(3, 8, 8, dtype=F64)
+    p[0, :, 0] = p[1, :, 1] = 1.0
+    p[2] = torch.softmax(rand(g, 8, 8), -1)
+    w = rand(g, 3, 6, 6)
+    true = matrix_norm(p, w)
+    assert true <= float(kronecker_sum_norm_upper(p, w, dense_size=0)) <= 1.01 * true
+
+
 def test_batches_dtypes_and_gradients() -> None:
     pairs = [attention(seed, 6, 5, 3, 1.0, True) for seed in range(4)]
     p, w = torch.stack([a for a, _ in pairs]).reshape(2, 2, 4, 6, 6), pairs[0][1]

@@ -211,6 +211,29 @@ def test_large_layers_are_never_below_what_ascent_finds(case: Case, as_large: No
             before = bound
 
 
+@pytest.mark.parametrize("dead", ["head", "output", "queries", "values"])
+def test_dead_heads_of_a_large_layer(dead: str) -> None:
+    """Pruned heads, and weights that start at zero."""
+    g = torch.Generator().manual_seed(0)
+    x = rand(g, 6, 320)
+    weights = {name: rand(g, 320, 320) / 320**0.5 for name in ("w_q", "w_k", "w_v", "w_o")}
+    rest = AttentionLayer(
+        **{k: w[64:] if k == "w_o" else w[:, 64:] for k, w in weights.items()}, heads=4, scale=0.1
+    )
+    if dead == "head":
+        weights["w_o"][:64] = 0.0
+    else:
+        weights[{"output": "w_o", "queries": "w_q", "values": "w_v"}[dead]].zero_()
+    layer = AttentionLayer(**weights, heads=5, scale=0.1)
+    bound = float(layer_bound(x, 0.1, layer))
+    if dead == "head":
+        assert bound == pytest.approx(float(layer_bound(x, 0.1, rest)), rel=0.01)
+    elif dead == "queries":
+        assert bound == pytest.approx(0.1 * float(key_sensitivity(x, layer)), rel=0.5)
+    else:
+        assert bound < 1e-6
+
+
 def test_large_layers_are_hardly_looser(request: pytest.FixtureRequest) -> None:
     small = {}
     for large in (False, True):

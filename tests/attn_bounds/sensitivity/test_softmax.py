@@ -279,7 +279,7 @@ def test_jacobian_norm(lower: Tensor, upper: Tensor) -> None:
 def test_jacobian_norm_on_a_box_is_that_of_its_probabilities() -> None:
     """Rows that are flat, steep, saturated, and with keys that a mask hides."""
     for i, (m, scale, width) in enumerate(
-        [(1, 1, 1), (2, 3, 0.1), (9, 1, 1), (9, 30, 1e-6), (9, 300, 20), (9, 1, 300)]
+        [(1, 1, 1), (2, 3, 0.1), (9, 1, 1), (9, 30, 1e-6), (9, 300, 20), (9, 1, 300), (9, 1e3, 600)]
     ):
         lower, upper = box(900 + 10 * i, 40, m, scale=scale, width=width)
         if m > 2:
