@@ -333,7 +333,6 @@ class Plan:
         u = self._value(f.node)
         at = self._value(node)
         plain = self._anchor(_as_matrix(at, -1), node.name)
-        rests: list[Anchor] = []
         ways: list[tuple[Anchor, Tensor, Tensor, _Scaled]] = []
         sloped: Forms = []
         for i, form in enumerate(forms[: WAYS - 1]):
@@ -346,7 +345,6 @@ class Plan:
             rest = self._anchor(None, f"{node.name}/{i}")
             scaled = _Scaled(x, self.walk)
             ways.append((rest, own, slope, scaled))
-            rests.append(rest)
             sloped.append(Form({**scaled.times(x, slope), rest: [Term(None, None, ())]}, x.n, x.d, x.place))
 
         def step() -> None:
@@ -374,6 +372,8 @@ class Plan:
         w_o = torch.eye(h * dv, dtype=torch.float64) if w_o is None else w_o
         mask = None
         if len(scores.inputs) > 2:
+            if scores.inputs[2].name in self.walk.moving:  # a mask that the input decides on
+                raise gap(scores)
             mask = finite_mask(self._value(scores.inputs[2]))
             while mask.ndim > 3 or (mask.ndim == 3 and mask.shape[0] == 1):
                 if mask.shape[0] != 1:
