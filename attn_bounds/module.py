@@ -257,7 +257,15 @@ class BoundedModule(LirpaModule):
                     ):
                         return self._alpha_crown(x, C, **kwargs)
                     method = "CROWN-Optimized"
-                result = super().compute_bounds(x, aux, C, method, *args, **kwargs)
+                try:
+                    result = super().compute_bounds(x, aux, C, method, *args, **kwargs)
+                except NotImplementedError as e:
+                    if str(e):
+                        raise
+                    raise NotImplementedError(
+                        f"auto_LiRPA {lirpa.version()} has no way to bound this model by method {method!r}; "
+                        f"ours are alpha-crown, {', '.join((*SENSITIVITY_METHODS, *LOFAST_METHODS))}"
+                    ) from e
                 if x is not None and name in ("crown", "backward") and not (args or kwargs.get("IBP")):
                     self._remember(x)
                 return result

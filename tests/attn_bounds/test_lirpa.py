@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from attn_bounds import lirpa
@@ -70,3 +71,11 @@ def test_root_logger_is_left_alone() -> None:
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert logging.getLogger().level >= logging.WARNING or logging.getLogger().level == 0
+
+
+def test_a_method_that_nobody_has_is_named() -> None:
+    x = torch.randn(1, 3)
+    graph = BoundedModule(torch.nn.Linear(3, 2), x)
+    ball = lirpa.BoundedTensor(x, lirpa.perturbation(2.0, 0.1))
+    with pytest.raises(NotImplementedError, match="nonsense.*lofast"):
+        graph.compute_bounds(x=(ball,), method="nonsense")
