@@ -24,7 +24,6 @@ from ..sensitivity.layer import PAPER, AttentionLayer, Improvements
 from ..sensitivity.normalization import difference_norm, scale
 from ..sensitivity.softmax import finite_mask
 from ..sensitivity.weights import LayerWeights
-from .columns import Columns, Sloped
 from .forms import (
     GROW,
     Anchor,
@@ -34,10 +33,8 @@ from .forms import (
     Key,
     Reach,
     Term,
-    Terms,
     added,
     fresh,
-    norm,
     product,
 )
 from .linear import (
@@ -53,6 +50,7 @@ from .linear import (
     linear,
 )
 from .patterns import Activation, Normalised
+from .scaled import Scaled
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -333,7 +331,7 @@ class Plan:
         u = self._value(f.node)
         at = self._value(node)
         plain = self._anchor(_as_matrix(at, -1), node.name)
-        ways: list[tuple[Anchor, Tensor, Tensor, _Scaled]] = []
+        ways: list[tuple[Anchor, Tensor, Tensor, Scaled]] = []
         sloped: Forms = []
         for i, form in enumerate(forms[: WAYS - 1]):
             x = form.matrix()
@@ -343,7 +341,7 @@ class Plan:
             slopes = f.slope(own)
             slope = (slopes.amax(0) + slopes.amin(0)) / 2
             rest = self._anchor(None, f"{node.name}/{i}")
-            scaled = _Scaled(x, self.walk)
+            scaled = Scaled(x, self.walk.columns)
             ways.append((rest, own, slope, scaled))
             sloped.append(Form({**scaled.times(x, slope), rest: [Term(None, None, ())]}, x.n, x.d, x.place))
 
@@ -511,59 +509,6 @@ class Plan:
             return float(at.bound(eps)) * GROW
 
         return radius
-
-
-class _Scaled:
-    """`‖factor ∘ move‖` for factors of entries and any radii: by the largest of each feature, or by entry."""
-
-    def __init__(self, x: Form, walk: Walk) -> None:
-        self.n, self.d = x.n, x.d
-        self.reach = x.entry_reach()
-        self.maps: list[tuple[Anchor, list[Columns | list[Term]]]] = []  # for each of an anchor's bounds
-        for a, ts in x.terms.items():
-            own: list[Columns | list[Term]] = []
-            for g, _ in a.every():
-                terms = [t.behind(g) for t in ts]
-                if len(terms) > 1 or terms[0].h is not None or terms[0].w is None:
-                    own.append(terms)
-                    continue
-                w, key = cast(Tensor, terms[0].matrix()), terms[0].key
-                own.append(Columns(w) if key is None else walk.columns.setdefault(key, Columns(w)))
-            self.maps.append((a, own))
-
-    def times(self, x: Form, slope: Tensor) -> Terms:
-        """The terms of x times a factor per feature, (d)."""
-        terms = x.times(slope).terms if any(not isinstance(own[0], Columns) for _, own in self.maps) else {}
-        for a, (way, *_) in self.maps:
-            if isinstance(way, Columns):
-                terms[a] = [Term(None, Sloped(way, slope) if way.large else way.w * slope)]
-        return terms
-
-    def entries(self) -> Tensor:
-        """Bound of each entry's move, (n, d)."""
-        return self.reach.bound().reshape(self.n, self.d)
-
-    def radius(self, factor: Tensor, reach: Tensor) -> float:
-        """factor, reach: (n, d), what `entries` returns."""
-        return self._radius(factor, reach, Columns.scaled_norm)
-
-    def rough_radius(self, factor: Tensor, reach: Tensor) -> float:
-        """The same, where it counts less."""
-        return self._radius(factor, reach, Columns.scaled_norm_roughly)
-
-    def _radius(self, factor: Tensor, reach: Tensor, norm_of: Callable[[Columns, Tensor], float]) -> float:
-        f = factor.amax(0)
-
-        def size(way: Columns | list[Term]) -> float:
-            if isinstance(way, Columns):
-                return norm_of(way, f) * GROW
-            return norm([t.times(f) for t in way], self.n, self.d)
-
-        by_norm = Reach((a, [size(m) for m in own]) for a, own in self.maps).radius()
-        if by_norm == 0.0:
-            return 0.0
-        found = min(by_norm, float((factor * reach).norm()) * GROW)
-        return found if found == found else math.inf
 
 
 def _has_nan_or_inf(x: Tensor) -> bool:

@@ -77,5 +77,5 @@ def test_a_method_that_nobody_has_is_named() -> None:
     x = torch.randn(1, 3)
     graph = BoundedModule(torch.nn.Linear(3, 2), x)
     ball = lirpa.BoundedTensor(x, lirpa.perturbation(2.0, 0.1))
-    with pytest.raises(NotImplementedError, match="nonsense.*lofast"):
+    with pytest.raises(NotImplementedError, match=r"nonsense.*lofast"):
         graph.compute_bounds(x=(ball,), method="nonsense")
