@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norms import gram_norm_upper, safe_sqrt, spectral_norm_upper
+from .norms import binary_unit, gram_norm_upper, safe_sqrt, spectral_norm_upper
 
 LARGE = 256  # up to this many rows or columns the matrix is formed
 RIDGE = 1e-6  # δ, of the largest eigenvalue of G
@@ -48,14 +48,13 @@ class HeadRows:
         self.heads, self.k, self.d = w.shape
         # products of other numbers are too small or too large
         usual = 1e-70 < float(self.w.detach().abs().amax()) < 1e70 if self.w.numel() else False
-        self.large = usual and min(self.heads * self.k, self.d) > LARGE
+        self.large = usual and min(self.rows, self.d) > LARGE
 
     @cached_property
     def _scale(self) -> Tensor:
         """S, (H k): powers of two, which round nothing, above the rows' lengths; 0 for rows of zeros."""
         length = torch.linalg.vector_norm(self.w.detach(), dim=-1).flatten()
-        scale = torch.ldexp(torch.ones_like(length), torch.frexp(length).exponent)
-        return torch.where(length > 0, scale, torch.zeros_like(scale))
+        return torch.where(length > 0, binary_unit(length), torch.zeros_like(length))
 
     @cached_property
     def _inverse_scale(self) -> Tensor:
@@ -73,6 +72,11 @@ class HeadRows:
         """G, (H k, H k). Not differentiable."""
         return self._scaled(self._unit_gram)
 
+    @property
+    def rows(self) -> int:
+        """Of all heads, H k."""
+        return self.heads * self.k
+
     def _scaled(self, m: Tensor) -> Tensor:
         """`S M S`."""
         return self._scale[:, None] * m * self._scale
@@ -81,10 +85,7 @@ class HeadRows:
         """`‖[F_h W_h]_h‖₂` from above, differentiable: (…, H, q, k) → (…)."""
         if not self.large:
             return spectral_norm_upper((f @ self.w).flatten(-3, -2))
-        # by a power of two, which rounds nothing: squares of tiny entries must not vanish
-        largest = f.detach().abs().amax((-3, -2, -1))
-        unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
-        unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
+        unit = binary_unit(f.detach().abs().amax((-3, -2, -1)))  # squares of tiny entries must not vanish
         return unit * self.weighted(self._blocks(f / unit[..., None, None, None]), f.shape[-2])
 
     def _blocks(self, f: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class HeadRows:
 
     @cached_property
     def _inverse(self) -> _Inverse:
-        gram, rows = self._unit_gram, self.heads * self.k
+        gram, rows = self._unit_gram, self.rows
         eps = torch.finfo(gram.dtype).eps
         top = gram_norm_upper(gram)
         delta = RIDGE * top + 8.0 * self.d * eps * gram.diagonal().sum()

@@ -49,6 +49,11 @@ def dense_size_for(terms: int) -> int:
     return min(4000, max(1024, 160 * terms))
 
 
+def forms_matrix(terms: int, rows: int, columns: int, dense_size: int | None) -> bool:
+    """Whether the matrix of a map is formed; dense_size as in `kronecker_sum_norm_upper`."""
+    return rows * columns <= (dense_size_for(terms) if dense_size is None else dense_size) ** 2
+
+
 def squares(terms: int, features: int, cost: float) -> bool:
     """Whether fact 4 takes no more than so many operations: products of d × d matrices, and eigenvectors to
     mix T² terms."""
@@ -89,7 +94,7 @@ def kronecker_sum_norm_upper(
         return p.new_zeros(lead)
     if terms == 1:
         value = spectral_norm_upper(ps[..., 0, :, :]) * spectral_norm_upper(ws[..., 0, :, :])
-    elif n * d_out * m * d_in <= (dense_size_for(terms) if dense_size is None else dense_size) ** 2:
+    elif forms_matrix(terms, n * d_out, m * d_in, dense_size):
         value = spectral_norm_upper(_dense(ps, ws))
     else:
         flat = ps.reshape(-1, terms, n, m)

@@ -131,17 +131,20 @@ def spectral_norm_upper(matrix: Tensor) -> Tensor:
     m = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     if m.numel() == 0:
         return m.new_zeros(m.shape[:-2])
-    # by a power of two, which rounds nothing: squares of tiny entries must not vanish
     largest = m.detach().abs().amax((-2, -1))
-    exponent = torch.frexp(largest).exponent
-    unit = torch.ldexp(torch.ones_like(m[..., 0, 0]), exponent)
-    unit = torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
+    unit = binary_unit(largest)  # squares of tiny entries must not vanish
     m = m / unit[..., None, None]
     gram = m @ m.mT
     # forming the Gram matrix errs by at most c · eps times the product of row norms
     error = 4.0 * m.shape[-1] * torch.finfo(m.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     bound = unit * safe_sqrt(gram_norm_upper(gram) + error)
     return torch.where(torch.isfinite(largest), bound, torch.inf)
+
+
+def binary_unit(x: Tensor) -> Tensor:
+    """Powers of two just above x ≥ 0, to divide by without rounding; 1 where there is none."""
+    unit = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent)
+    return torch.where((unit > 0) & torch.isfinite(unit), unit, torch.ones_like(unit))
 
 
 def thin(left: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class TermStack:
 
     def start(self) -> Tensor:
         """A vector to begin `power` with, single precision like what follows from it: of no pattern."""
-        size = self.rows if self.rows_of is None else len(self.rows_of[0].gram)
+        size = self.rows if self.rows_of is None else self.rows_of[0].rows
         ramp = torch.arange(1, size + 1, dtype=torch.float32, device=self.size.device)
         return torch.sin(12.9898 * ramp.square())
 
@@ -150,9 +150,10 @@ class TermStack:
         transposes of the U_t that are kept as they are, below each other, and the factors of the others."""
         size = self.units[self.order]
         if self.rows_of is not None:
-            grams = [r.gram / r.gram.abs().amax().clamp(min=1e-300) for r in self.rows_of]
-            units = [r.gram.abs().amax() / size for r in self.rows_of]
-            return grams[0].float(), grams[1].float(), units[0][:, None] * units[1]
+            grams = [r.gram for r in self.rows_of]
+            tops = [g.abs().amax() for g in grams]
+            left, right = ((g / top.clamp(min=1e-300)).float() for g, top in zip(grams, tops, strict=True))
+            return left, right, (tops[0] / size)[:, None] * (tops[1] / size)
         count = len(self.whole)
         whole = self.whole / size[:count, None, None]
         right = self.right / size[count:, None, None]

@@ -79,10 +79,14 @@ class Term(NamedTuple):
     w: Tensor | HeadMap | Sloped | None
     key: Key | None = None
 
+    def diagonal(self) -> Tensor | None:
+        """(d), if W is kept as that."""
+        return self.w if isinstance(self.w, Tensor) and self.w.ndim == 1 else None
+
     def matrix(self) -> Tensor | None:
         """W, (d, d')."""
-        w = self._formed()
-        return torch.diag(w) if w is not None and w.ndim == 1 else w
+        diagonal = self.diagonal()
+        return self._formed() if diagonal is None else torch.diag(diagonal)
 
     def _formed(self) -> Tensor | None:
         return self.w.dense() if isinstance(self.w, HeadMap | Sloped) else self.w
@@ -96,8 +100,8 @@ class Term(NamedTuple):
         left = self.h if h is None else h if self.h is None else h @ self.h
         if w is None:
             return Term(left, self.w, self.key)
-        if isinstance(self.w, Tensor) and self.w.ndim == 1:
-            return Term(left, self.w[:, None] * w, self._key_with(key))
+        if (diagonal := self.diagonal()) is not None:
+            return Term(left, diagonal[:, None] * w, self._key_with(key))
         if isinstance(self.w, Sloped):
             return Term(left, self.w.then(w, key))
         own = self.matrix()
@@ -118,8 +122,8 @@ class Term(NamedTuple):
         """As a map of `E diag(g)`."""
         if g is None:
             return self
-        if isinstance(self.w, Tensor) and self.w.ndim == 1:
-            return Term(self.h, self.w / g)
+        if (diagonal := self.diagonal()) is not None:
+            return Term(self.h, diagonal / g)
         own = self.matrix()
         return Term(self.h, 1.0 / g if own is None else own / g[:, None])
 
@@ -231,8 +235,8 @@ class Form:
                 own = []
                 for t in (t.behind(g) for t in ts):
                     rows = torch.ones(self.n, dtype=torch.float64) if t.h is None else t.h.norm(dim=1)
-                    if isinstance(t.w, Tensor) and t.w.ndim == 1:
-                        columns = t.w.abs()
+                    if (diagonal := t.diagonal()) is not None:
+                        columns = diagonal.abs()
                     else:
                         w = t.matrix()
                         columns = torch.ones(self.d).to(rows) if w is None else w.norm(dim=0)
@@ -396,8 +400,8 @@ def norm(terms: list[Term], n: int, d: int, known: Known | None = None) -> float
 
 
 def _matrix_norm(term: Term) -> float:
-    if isinstance(term.w, Tensor) and term.w.ndim == 1:
-        return float(term.w.abs().amax())
+    if (diagonal := term.diagonal()) is not None:
+        return float(diagonal.abs().amax())
     w = term.matrix()
     assert w is not None
     return float(spectral_norm_upper(w))

@@ -215,9 +215,8 @@ def gains(
                 ((term,),) = after.terms.values() if after is not None else ((Term(None, None),),)
                 if after is not None and term.w is None:
                     todo.append((c, after))
-                elif isinstance(term.w, Tensor) and term.w.ndim == 1 and kind(c) in FACTORS:
-                    g = term.w.abs()
-                    g = g / g.amax().clamp(min=1e-300)
+                elif (g := term.diagonal()) is not None and kind(c) in FACTORS:
+                    g = g.abs() / g.abs().amax().clamp(min=1e-300)
                     useful = 1e-9 < float(g.amin()) < 0.9
                     if useful and not any(torch.allclose(g, o) for o in found):
                         found.append(g)

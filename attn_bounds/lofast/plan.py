@@ -350,7 +350,7 @@ class Plan:
             for rest, own, slope, scaled in ways:
                 reach = scaled.entries()
                 low, high = f.slopes(own, reach)
-                best = min(best, scaled.rough_radius(torch.maximum(low.abs(), high.abs()), reach))
+                best = min(best, scaled.radius(torch.maximum(low.abs(), high.abs()), reach, roughly=True))
                 off = torch.maximum(high - slope, slope - low).clamp(min=0.0)
                 rest.radius = scaled.radius(off, reach)
             plain.radius = best * GROW

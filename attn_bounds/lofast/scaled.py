@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import cast
 
 from torch import Tensor
@@ -42,20 +41,13 @@ class Scaled:
         """Bound of each entry's move, (n, d)."""
         return self.reach.bound().reshape(self.n, self.d)
 
-    def radius(self, factor: Tensor, reach: Tensor) -> float:
-        """factor, reach: (n, d), what `entries` returns."""
-        return self._radius(factor, reach, Columns.scaled_norm)
-
-    def rough_radius(self, factor: Tensor, reach: Tensor) -> float:
-        """The same, where it counts less."""
-        return self._radius(factor, reach, Columns.scaled_norm_roughly)
-
-    def _radius(self, factor: Tensor, reach: Tensor, norm_of: Callable[[Columns, Tensor], float]) -> float:
+    def radius(self, factor: Tensor, reach: Tensor, roughly: bool = False) -> float:
+        """factor, reach: (n, d), what `entries` returns. roughly: where it counts less."""
         f = factor.amax(0)
 
         def size(way: Columns | list[Term]) -> float:
             if isinstance(way, Columns):
-                return norm_of(way, f) * GROW
+                return (way.scaled_norm_roughly(f) if roughly else way.scaled_norm(f)) * GROW
             return norm([t.times(f) for t in way], self.n, self.d)
 
         by_norm = Reach((a, [size(m) for m in own]) for a, own in self.maps).radius()

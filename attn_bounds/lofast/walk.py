@@ -191,9 +191,9 @@ class Walk:
         key = (x.detach().cpu().numpy().tobytes(), x.shape, paper)
         if key not in self.plans:
             one = max((p.numbers for p in self.plans.values()), default=0)
-            while len(self.plans) >= PLANS or sum(p.numbers for p in self.plans.values()) + one > KEPT:
-                if not self.plans:
-                    break
+            while self.plans and (
+                len(self.plans) >= PLANS or sum(p.numbers for p in self.plans.values()) + one > KEPT
+            ):
                 self.plans.popitem(last=False)
             self.plans[key] = Plan(self, x, paper)
         self.plans.move_to_end(key)

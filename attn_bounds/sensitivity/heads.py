@@ -117,11 +117,6 @@ class Heads:
     centre_values: bool
     centre_keys: bool
 
-    @property
-    def large(self) -> bool:
-        """Whether norms cost so much that one weighting is chosen before any is computed."""
-        return self.weights.k_rows.large
-
     @cached_property
     def errors(self) -> tuple[Tensor, Tensor, Tensor]:
         """What rounding may do to `A_h`, `W_h` and `B_h`, in Frobenius norm: (H), (H), (…, H)."""
@@ -156,21 +151,21 @@ class Heads:
     @cached_property
     def keys(self) -> list[Tensor]:
         """`C W_K` per set of keys, in a basis of its own: (…, H, dk, dk)."""
-        found = []
-        for seen in self.members:
-            c = self.c[..., seen, :]
-            c = c - c.mean(-2, keepdim=True) if self.centre_keys else c
-            found.append(self.weights.layer.factor() * thin(c.unsqueeze(-3) @ self.weights.w_k))
-        return found
+        factor = self.weights.layer.factor()
+        return [factor * k for k in self._seen(self.weights.w_k, self.centre_keys)]
 
     @cached_property
     def values(self) -> list[Tensor]:
         """`C W_V` per set of keys, in a basis of its own: (…, H, dv, dv)."""
+        return self._seen(self.weights.w_v, self.centre_values)
+
+    def _seen(self, w: Tensor, centre: bool) -> list[Tensor]:
+        """`C W` per set of keys, in a basis of its own: (…, H, k, k)."""
         found = []
         for seen in self.members:
             c = self.c[..., seen, :]
-            c = c - c.mean(-2, keepdim=True) if self.centre_values else c
-            found.append(thin(c.unsqueeze(-3) @ self.weights.w_v))
+            c = c - c.mean(-2, keepdim=True) if centre else c
+            found.append(thin(c.unsqueeze(-3) @ w))
         return found
 
     def fixed(self, which: int) -> _Fixed:
@@ -187,6 +182,41 @@ class Heads:
     @cached_property
     def _known(self) -> dict[int, _Fixed]:
         return {}
+
+    def apart(self, count: int) -> _Apart:
+        """Rows in so many groups, and a choice of t by Frobenius norms at P(X), centred."""
+        if count not in self._known_apart:
+            w = self.weights
+            group = _row_order(self.p, count)
+            at_x = _largest(self.p, group, count)
+            shifted = (self.c - self.c.mean(-2, keepdim=True)).unsqueeze(-3)
+            w_q = w.layer.factor() * w.w_q
+            v_size = _gram(shifted @ w.w_v, at_x, True)
+            v_size = (v_size * (w.w_o @ w.w_o.mT).unsqueeze(-3)).sum((-2, -1))
+            k_size = _gram(shifted @ w.w_k, at_x, True)
+            k_size = (k_size * (w_q.mT @ w_q).unsqueeze(-3)).sum((-2, -1))
+            own = length(self.q @ w.thin_k.mT)
+            b_size = _steepness(self.p) * own.square()
+            b_size = _largest(b_size.unsqueeze(-1), group, count).squeeze(-1)
+            weights = _balance(safe_sqrt(v_size), safe_sqrt(k_size) + safe_sqrt(b_size))
+            self._known_apart[count] = _Apart(group, own, weights)
+        return self._known_apart[count]
+
+    @cached_property
+    def _known_apart(self) -> dict[int, _Apart]:
+        return {}
+
+
+class _Apart(NamedTuple):
+    """Rows in groups with head weights of their own.
+
+    Attributes:
+        group: (n), of each row. own: (…, H, n), `‖B_h,r‖`. weights: (…, H, groups), t, from X alone.
+    """
+
+    group: Tensor
+    own: Tensor
+    weights: Tensor
 
 
 def _below(x: Tensor) -> Tensor:
@@ -215,7 +245,7 @@ def stacked(h: Heads, moved: Moved, eps: Tensor, weighted: bool) -> Tensor:
     """Bound of `‖R‖_F`; see the module's docstring. eps (…) → (…)."""
     best = torch.full_like(eps, torch.inf)
     alone: list[Tensor] = []
-    promising = _promising(h, moved) if h.large else None  # all are valid: one is enough
+    promising = _promising(h, moved) if h.weights.large else None  # all are valid: one is enough
     for i in range(len(h.weightings)):
         if promising is not None and not bool(promising[i].any()):
             continue
@@ -261,7 +291,7 @@ def _stacked(h: Heads, moved: Moved, eps: Tensor, which: int) -> tuple[Tensor, T
         most = weight[..., h.group == i].amax(-1)  # (…, H)
         parts.append(w.q_rows.norm(most[..., None, None] * k) + h.c_size * length(most * a_error))
     most = weight.amax(-1)
-    if h.large:  # in all heads at most as many times as in one
+    if w.large:  # in all heads at most as many times as in one
         both = (most / t).amax(-1) * fixed.both
     else:
         both = w.q_rows.norm(most[..., None, None] * w.layer.factor() * w.thin_k)
@@ -302,7 +332,7 @@ def _weighted(h: Heads, high: Tensor, slope: Tensor, eps: Tensor) -> list[tuple[
     """For two choices of t, which may differ by row: the bound (…), and of each row alone (…, n)."""
     n, m = high.shape[-2:]
     lead = max(eps.numel(), 1)
-    w_q, w_k, w_v, w_o = (x for x in (h.weights.w_q, h.weights.w_k, h.weights.w_v, h.weights.w_o))
+    w_q, w_k, w_v, w_o = h.weights.w_q, h.weights.w_k, h.weights.w_v, h.weights.w_o
     (heads, d_q, dk), (dv, d_out), d_c = w_q.shape, w_o.shape[1:], w_k.shape[1]
     work = heads * (m * (dk**2 + dv**2) + dk * d_q**2 + dv * d_out**2) + 60.0 * (d_q**3 + d_out**3)
     memory = heads * (m * (dk + dv) + d_q**2 + d_out**2)
@@ -314,7 +344,7 @@ def _weighted(h: Heads, high: Tensor, slope: Tensor, eps: Tensor) -> list[tuple[
     # A and W up to a change of basis of what heads do not share
     a, w = w_q @ h.weights.thin_k.mT, h.weights.thin_v @ w_o
     row_slope = slope
-    group = _row_order(h.p, count)
+    group, own, by_row = h.apart(count)
     heavy, slope = _largest(high, group, count), _largest(slope.unsqueeze(-1), group, count).squeeze(-1)
     a_error, w_error, b_error = h.errors
     moved_values = torch.zeros_like(eps) if h.moves == "queries" else eps
@@ -325,16 +355,6 @@ def _weighted(h: Heads, high: Tensor, slope: Tensor, eps: Tensor) -> list[tuple[
     values = w_o.mT.unsqueeze(-3) @ values @ w_o.unsqueeze(-3)  # (…, H, G, d_out, d_out)
     keys = _gram((h.c - mean if h.centre_keys else h.c).unsqueeze(-3) @ w_k, heavy, h.centre_keys)
     keys = w_q.unsqueeze(-3) @ keys @ w_q.mT.unsqueeze(-3)  # (…, H, G, d_q, d_q)
-    # the same at P(X), centred, by Frobenius norms: a choice of t that depends on X alone
-    at_x = _largest(h.p, group, count)
-    v_size = _gram((h.c - mean).unsqueeze(-3) @ w_v, at_x, True)
-    v_size = (v_size * (w_o @ w_o.mT).unsqueeze(-3)).sum((-2, -1))
-    k_size = _gram((h.c - mean).unsqueeze(-3) @ w_k, at_x, True)
-    k_size = (k_size * (w_q.mT @ w_q).unsqueeze(-3)).sum((-2, -1))
-    own = length(h.q @ thin(w_k).mT)  # of the rows of B_h
-    b_size = _steepness(h.p) * own.square()
-    b_size = _largest(b_size.unsqueeze(-1), group, count).squeeze(-1)
-    by_row = _balance(safe_sqrt(v_size), safe_sqrt(k_size) + safe_sqrt(b_size))
 
     columns = _columns(
         high, count, heads * n * dk**2 + heads * dk * d_c**2 + 60.0 * d_c**3, lead * heads * d_c**2

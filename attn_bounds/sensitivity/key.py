@@ -309,9 +309,9 @@ class LayerAt:
         """(…, H, n, dk)."""
         return self.q @ self.weights.thin_k.mT
 
-    @cached_property
+    @property
     def _b_rounding(self) -> Tensor:
-        return self.rounding * length(self.q.detach().flatten(-2)) * self.weights.key_size
+        return self.heads.errors[2]
 
     @cached_property
     def _score_size(self) -> Tensor:
@@ -345,7 +345,7 @@ class LayerAt:
         shifted = c - c.mean(-2, keepdim=True)
 
         def norm(right: Tensor, centred: bool) -> Tensor:
-            if centred and self.heads.large:  # where each product counts
+            if centred and self.weights.large:  # where each product counts
                 return spectral_norm_upper(shifted.unsqueeze(-3) @ right)
             plain = spectral_norm_upper(c.unsqueeze(-3) @ right)
             if not centred:
@@ -428,7 +428,7 @@ class LayerAt:
         if self.use.centre_keys:
             shifts.append(self.c.mean(-2, keepdim=True))
         found = [length((self.c - s).unsqueeze(-3) @ self._a.mT).unsqueeze(-2) for s in shifts]
-        if self.weights.k_rows.large and len(found) == 2:
+        if self.weights.large and len(found) == 2:
             total = [x.detach().sum((-3, -2, -1), keepdim=True) for x in found]
             return [torch.where(total[0] < total[1], found[0], found[1])]
         return found

@@ -299,9 +299,8 @@ def jacobian_norm_on_box(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     if m == 1:
         return torch.zeros_like(upper[..., 0]), torch.ones_like(upper)
     shift = upper.detach().amax(-1, keepdim=True)
-    if bool(
-        (shift - lower.detach().amax(-1, keepdim=True) > 600.0).any()
-    ):  # one of the exponentials would vanish
+    apart = shift - lower.detach().amax(-1, keepdim=True)
+    if bool((apart > 600.0).any()):  # one of the exponentials would vanish
         p_lower, p_upper = probability_box(lower, upper)
         return jacobian_norm_upper(p_lower, p_upper), p_upper
     room = _ulp(upper) * (1e3 + m)  # of exponents too, which are above −1000 where exp is not 0

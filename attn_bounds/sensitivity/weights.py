@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..head_rows import HeadRows
-from ..kronecker import SQUARED_COST, dense_size_for, head_sum_norm_upper, squares
+from ..kronecker import SQUARED_COST, forms_matrix, head_sum_norm_upper, squares
 from ..norms import safe_sqrt, spectral_norm_upper, thin
 from ..term_stack import TermStack
 from .layer import AttentionLayer
@@ -47,6 +47,11 @@ class LayerWeights:
         q, k, v, o = (length(w.detach().flatten(1)) for w in (self.w_q, self.w_k, self.w_v, self.w_o))
         self.key_size = k
         self.score_size, self.value_size = self.scale * q * k, v * o
+
+    @property
+    def large(self) -> bool:
+        """Whether norms of the layer cost so much that one of several is chosen before any is computed."""
+        return self.k_rows.large
 
     def rounding(self, tokens: int) -> float:
         """Relative, of the products that are formed with so many keys."""
@@ -118,13 +123,11 @@ class LayerWeights:
         """
         (n, m), terms = p.shape[-2:], self.layer.heads + 1
         d_c, d_out = self.w_v.shape[1], self.w_o.shape[2]
-        largest = dense_size_for(terms) if dense_size is None else dense_size
-        small = n * d_out * m * d_c <= largest**2 or squares(terms, max(d_c, d_out), squared_cost)
-        if (
-            small
-            or not (self.v_rows.large and self.o_rows.large)
-            or any(t.requires_grad for t in (p, self.w_v, self.w_o))
-        ):
+        formed = forms_matrix(terms, n * d_out, m * d_c, dense_size)
+        if formed or squares(terms, max(d_c, d_out), squared_cost):
+            return None
+        graded = any(t.requires_grad for t in (p, self.w_v, self.w_o))
+        if graded or not (self.v_rows.large and self.o_rows.large):
             return None
         if float((p.sum(-1) - 1.0).abs().amax()) > 1e-9:
             return None

@@ -271,7 +271,7 @@ def test_the_ways_of_large_models_hold(case: Case, monkeypatch: pytest.MonkeyPat
     plain = [width(fresh_graph(), case.inputs[0], eps) for eps in RADII]
     for module in (head_rows, columns):
         monkeypatch.setattr(module, "LARGE", 0)
-    monkeypatch.setattr(sensitivity_weights, "dense_size_for", lambda terms: 0)
+    monkeypatch.setattr(sensitivity_weights, "forms_matrix", lambda *_: False)
     monkeypatch.setattr(sensitivity_weights, "squares", lambda *_: False)
     graph, other = fresh_graph(), 0.5 * case.inputs[0] + 0.1
     for eps, (low_plain, high_plain) in zip(RADII, plain, strict=True):

@@ -186,7 +186,7 @@ def test_never_below_what_ascent_finds(case: Case) -> None:
 def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small layers go the way of large: nothing is formed that is as large as a weight times a weight."""
     monkeypatch.setattr(head_rows, "LARGE", 0)
-    monkeypatch.setattr(sensitivity_weights, "dense_size_for", lambda terms: 0)
+    monkeypatch.setattr(sensitivity_weights, "forms_matrix", lambda *_: False)
     monkeypatch.setattr(sensitivity_weights, "squares", lambda *_: False)
 
 
