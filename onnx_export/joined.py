@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 from torch import Tensor
 
-from attn_bounds.errors import InputError, UnsupportedModelError
+from attn_bounds.errors import InputError, UnsupportedModelError, first_line
 
 PREFIX = "attn_bounds_joined"
 
@@ -111,8 +111,7 @@ class Original:
                 str(path), options, providers=["CPUExecutionProvider"]
             )
         except Exception as e:
-            why = (str(e).splitlines() or [type(e).__name__])[0]
-            raise InputError(f"{path}: onnxruntime cannot run this model ({why})") from None
+            raise InputError(f"{path}: onnxruntime cannot run this model ({first_line(e)})") from None
         self.inputs = [
             (
                 i.name,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from attn_bounds.errors import first_line
+
 from .context import Unsupported
 
 RANDOM = {
@@ -53,6 +55,5 @@ def fold_node(node: ir.Node, inputs: Sequence[np.ndarray | None], opset: int) ->
         evaluator = ReferenceEvaluator(proto, opsets={"": opset}, verbose=0)
         found = evaluator.run(None, {n: feeds[n] for n in names})
     except Exception as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise Unsupported(f"constant expression that could not be computed ({reason})") from None
+        raise Unsupported(f"constant expression that could not be computed ({first_line(e)})") from None
     return [np.asarray(v) for v in found]
